@@ -1,0 +1,1 @@
+"""Orchestration: Prefect flows, Ray actors and trainers, MLflow tracking and registry."""

@@ -1,0 +1,90 @@
+"""One run is one YAML file: every section's model lives beside the code it configures."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from jetspec.errors import JetspecError
+from jetspec.evaluation.config import EvaluationConfig
+from jetspec.generation.config import RegenerationConfig
+from jetspec.heads.config import HeadConfig
+from jetspec.promotion import PromotionConfig
+from jetspec.prompts import PromptsConfig
+from jetspec.settings import Settings
+from jetspec.targets.config import TargetConfig
+from jetspec.training.config import TrainingConfig
+
+
+class RayConfig(Settings):
+    """Which Ray cluster does the work: `local` starts one here, `auto` or an address joins one."""
+
+    address: str = "local"
+    cpus: int | None = Field(None, ge=1)
+
+
+class TrackingConfig(Settings):
+    """Where MLflow keeps runs and the registry; None is a sqlite file under the run's storage."""
+
+    uri: str | None = None
+    experiment: str = "jetspec"
+
+
+class RunConfig(Settings):
+    """Everything that shapes a run. `storage` is a directory or any URI that fsspec opens."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    storage: str = Field("runs", min_length=1)
+    target: TargetConfig = TargetConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    regeneration: RegenerationConfig = RegenerationConfig()
+    head: HeadConfig = HeadConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    promotion: PromotionConfig = PromotionConfig()
+    ray: RayConfig = RayConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+
+def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """The run file at `path`, with `section.key=value` overrides laid over it (values are YAML).
+
+    Raises:
+        JetspecError: the file is missing, is not YAML, or a field is unknown or out of range.
+    """
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        raise JetspecError("config", path, "not found; give the path of a run file") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise JetspecError("config", path, f"cannot be read ({error})") from error
+    if not isinstance(raw, dict):
+        raise JetspecError("config", path, "must be a mapping of sections")
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> RunConfig:
+    """A validated config from plain values; the first wrong field becomes a one-line error."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "config"
+        if first["type"] == "extra_forbidden":
+            raise JetspecError(field, first["input"], "unknown key; check its spelling") from error
+        raise JetspecError(field, first["input"], first["msg"]) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign:
+        raise JetspecError("--set", override, "write it as section.key=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise JetspecError("--set", override, f"{section} is not a section")
+    raw[last] = yaml.safe_load(text)

@@ -1,0 +1,1 @@
+"""The fast path: paged cache, graphs and scheduler around the tree kernels."""

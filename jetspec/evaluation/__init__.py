@@ -1,0 +1,1 @@
+"""Measurement of draft heads: cells, matrices, intervals and the serving table."""

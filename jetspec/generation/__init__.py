@@ -1,0 +1,1 @@
+"""Regeneration of training text by the target: one protocol, several backends."""

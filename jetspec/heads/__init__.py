@@ -1,0 +1,1 @@
+"""Draft heads and the formats they are kept in."""

@@ -1,0 +1,64 @@
+"""How a draft head is distilled."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jetspec.settings import Settings
+
+
+class LossConfig(Settings):
+    """Distillation loss (paper eq. 14).
+
+    Attributes:
+        kind: forward KL, reverse KL, or hard labels (the target's own tokens).
+        temperature: T_KD; the loss is scaled by its square.
+        gamma: depth weight exp(-(k-1)/gamma); 0 is uniform.
+        chunk_tokens: slots whose vocabulary row exists at one time in fp32.
+    """
+
+    kind: Literal["forward_kl", "reverse_kl", "hard_labels"] = "forward_kl"
+    temperature: float = Field(1.0, gt=0)
+    gamma: float = Field(0.0, ge=0)
+    chunk_tokens: int = Field(1024, ge=1)
+
+
+class TrainingConfig(Settings):
+    """Distillation of one head.
+
+    Attributes:
+        anchors: blocks drawn from one sample in one step, at most.
+        batch_size: samples a step over all workers together.
+        max_steps: stop here even if epochs remain; None is all epochs.
+        workers: Ray Train workers; None is one a GPU, or one on a CPU machine.
+        strategy: how the head is spread over workers.
+        hidden_states: `online` runs the frozen teacher every step; `cache` stores its hidden
+            states once, refused when their size would pass `cache_limit_gb`.
+        warm_start: where the first weights come from: a head directory's URI, `champion`, or
+            None for fresh ones.
+        heldout_fraction: share of the samples kept for the tau estimate.
+    """
+
+    loss: LossConfig = LossConfig()
+    anchors: int = Field(512, ge=1)
+    sequence_length: int = Field(3072, ge=2)
+    batch_size: int = Field(16, ge=1)
+    micro_batch_size: int = Field(2, ge=1)
+    epochs: int = Field(6, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    learning_rate: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_fraction: float = Field(0.04, ge=0, le=1)
+    final_lr_fraction: float = Field(0.1, ge=0, le=1)
+    clip_norm: float = Field(1.0, gt=0)
+    workers: int | None = Field(None, ge=1)
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    hidden_states: Literal["online", "cache"] = "online"
+    cache_limit_gb: float = Field(20.0, gt=0)
+    warm_start: str | None = None
+    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+    estimate_every: int = Field(200, ge=1)
+    checkpoint_every: int = Field(200, ge=1)
+    log_every: int = Field(10, ge=1)
+    seed: int = 0

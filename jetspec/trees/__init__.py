@@ -1,0 +1,1 @@
+"""Draft trees: one flat record, the builders and the scores that order them."""

@@ -1,0 +1,1 @@
+"""Triton kernels for speculative tree decoding, each beside a plain torch reference."""
