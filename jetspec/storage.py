@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,16 +48,18 @@ def join(uri: str, *parts: str) -> str:
 def exists(uri: str) -> bool:
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    return bool(fs.exists(path))
+    with _reading(uri):
+        return bool(fs.exists(path))
 
 
 def list_files(uri: str) -> list[str]:
-    """Names of the plain files directly in the directory `uri`, sorted; empty if it is not there."""
+    """Names of the plain files in the directory `uri`, sorted; empty if it is not there."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    if not fs.exists(path):
-        return []
-    entries = fs.ls(path, detail=True)
+    with _reading(uri):
+        if not fs.exists(path):
+            return []
+        entries = fs.ls(path, detail=True)
     return sorted(e["name"].rsplit("/", 1)[-1] for e in entries if e["type"] == "file")
 
 
@@ -72,23 +75,56 @@ def atomic_write(uri: str, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     fs, path = filesystem(uri)
     if not is_local(uri):
-        with fs.open(path, mode) as file:
+        with _spooled_upload(fs, path, uri, mode) as file:
             yield file
         return
     part = f"{path}.{uuid.uuid4().hex[:8]}.part"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(part, mode) as file:
+        with open(part, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise JetspecError("output", uri, f"cannot be written ({reason})") from error
+        raise JetspecError("output", uri, f"cannot be written ({_reason(error)})") from error
     finally:
         with contextlib.suppress(OSError):
             os.unlink(part)
+
+
+@contextlib.contextmanager
+def _spooled_upload(fs: Any, path: str, uri: str, mode: str) -> Iterator[IO[Any]]:
+    """Collect the file here and upload it when it is whole.
+
+    fsspec's own writers complete the upload when they close, also on the way out of an error.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    with tempfile.NamedTemporaryFile(mode, encoding=encoding) as file:
+        yield file
+        file.flush()
+        try:
+            fs.put_file(file.name, path)
+        except Exception as error:  # every store has its own classes
+            raise JetspecError("output", uri, f"cannot be written ({_reason(error)})") from error
+
+
+@contextlib.contextmanager
+def _reading(uri: str) -> Iterator[None]:
+    """Turn a store's own errors (no permission, unreachable, missing) into one line."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise JetspecError("file", uri, "not found; check the path") from error
+    except (JetspecError, ValueError):
+        raise
+    except Exception as error:  # every store has its own classes
+        raise JetspecError("storage", uri, f"cannot be read ({_reason(error)})") from error
+
+
+def _reason(error: BaseException) -> str:
+    strerror = getattr(error, "strerror", None)
+    return str(strerror or (str(error).splitlines() or [type(error).__name__])[0])
 
 
 def write_json(uri: str, value: Any) -> None:
@@ -105,10 +141,8 @@ def read_json(uri: str) -> Any:
     """
     fs, path = filesystem(uri)
     try:
-        with fs.open(path, "r") as file:
+        with _reading(uri), fs.open(path, "r", encoding="utf-8") as file:
             return json.load(file)
-    except FileNotFoundError as error:
-        raise JetspecError("file", uri, "not found; check the path") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise JetspecError("file", uri, f"not valid JSON ({error}); make it again") from error
 
@@ -116,7 +150,7 @@ def read_json(uri: str) -> Any:
 def sha256_file(uri: str) -> str:
     fs, path = filesystem(uri)
     digest = hashlib.sha256()
-    with fs.open(path, "rb") as file:
+    with _reading(uri), fs.open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()

@@ -1,24 +1,37 @@
-"""Which cells the evaluation matrix has."""
+"""Which cells the evaluation matrix has and how each is measured."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jetspec.settings import Settings
 
 Method = Literal["plain", "lookup", "chain", "tree"]
+Positive = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0)]
 
 
 class EvaluationConfig(Settings):
     """The matrix: methods x budgets x batch sizes x slices x temperatures.
 
     Attributes:
-        methods: `plain` is always measured, since every speed-up needs it.
+        methods: what is measured beside the two baselines (`plain`, our loop without a draft, and
+            Hugging Face's `generate`), which every speed-up needs and which are always measured.
         builders: tree builders compared under the method `tree`.
-        slices: prompt slices, one cell each; None is every slice of the evaluation prompts.
-        prompts_per_slice: at most this many prompts a cell; None is all of them.
+        slices: prompt slices, one cell each; `all` is one cell over every slice's prompts mixed;
+            None is every slice of the evaluation prompts.
+        prompts_per_slice: at most this many prompts of a slice; None is all of them.
+        max_batches: at most this many batches a cell; None is as many as the prompts fill.
         budgets: draft nodes of a tree; a chain is as long as the head drafts or the budget allows.
+        lookup_depth: tokens copied in a round of prompt lookup.
+        lookup_ngram: longest run of tokens that prompt lookup matches.
+        warmup_prompts: prompts decoded before the clock starts, for every method of a cell.
+        warmup_tokens: tokens decoded of each of them.
+        repeats: times every batch of prompts is decoded; times are averaged.
+        near_tie_ulps: in bf16, a first difference between tokens whose logits lie within this many
+            units in the last place of the larger one is a near tie, not an error.
         workers: Ray actors that run cells; None is one a GPU, or one on a CPU machine.
+        max_attempts: times a cell may bring its worker down before that is its result.
     """
 
     methods: tuple[Method, ...] = ("plain", "lookup", "chain", "tree")
@@ -27,15 +40,32 @@ class EvaluationConfig(Settings):
     alpha: float = Field(1.0, ge=0)
     width: int = Field(32, ge=1)
     depth: int | None = Field(None, ge=1)
-    budgets: tuple[int, ...] = (16, 64, 128)
-    batch_sizes: tuple[int, ...] = (1,)
-    slices: tuple[str, ...] | None = None
-    temperatures: tuple[float, ...] = (0.0,)
+    budgets: tuple[Positive, ...] = (16, 64, 128)
+    lookup_depth: int = Field(10, ge=1)
+    lookup_ngram: int = Field(3, ge=1)
+    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1)
+    slices: tuple[str, ...] | None = Field(None, min_length=1)
+    temperatures: tuple[Temperature, ...] = Field((0.0,), min_length=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=2)
     prompts_per_slice: int | None = Field(None, ge=1)
+    max_batches: int | None = Field(None, ge=1)
     warmup_prompts: int = Field(1, ge=0)
+    warmup_tokens: int = Field(8, ge=1)
+    repeats: int = Field(1, ge=1)
     bootstrap_samples: int = Field(2000, ge=100)
+    near_tie_ulps: float = Field(2.0, ge=0)
     workers: int | None = Field(None, ge=1)
+    max_attempts: int = Field(2, ge=1)
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _budgets_exist(self) -> "EvaluationConfig":
+        if "tree" in self.methods and not (self.budgets and self.builders):
+            raise ValueError("the method `tree` needs at least one budget and one builder")
+        return self
+
+    @property
+    def needs_head(self) -> bool:
+        return bool({"chain", "tree"} & set(self.methods))

@@ -1,6 +1,6 @@
 """How a draft head is distilled."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -15,20 +15,27 @@ class LossConfig(Settings):
         temperature: T_KD; the loss is scaled by its square.
         gamma: depth weight exp(-(k-1)/gamma); 0 is uniform.
         chunk_tokens: slots whose vocabulary row exists at one time in fp32.
+        edge_candidates: candidates a slot among which path scores are trained.
+        edge_weight: weight of the path scores' loss, when the head has them.
     """
 
     kind: Literal["forward_kl", "reverse_kl", "hard_labels"] = "forward_kl"
     temperature: float = Field(1.0, gt=0)
     gamma: float = Field(0.0, ge=0)
     chunk_tokens: int = Field(1024, ge=1)
+    edge_candidates: int = Field(32, ge=2)
+    edge_weight: float = Field(1.0, gt=0)
 
 
 class TrainingConfig(Settings):
     """Distillation of one head.
 
     Attributes:
-        anchors: blocks drawn from one sample in one step, at most.
-        batch_size: samples a step over all workers together.
+        anchors: blocks drawn from one row in one step, at most.
+        sequence_length: tokens of a row. A row is one sample on a CPU; on a GPU short samples
+            share one. What is longer is cut there, and counted.
+        batch_size: rows a step over all workers together.
+        micro_batch_size: rows a worker holds at one time.
         max_steps: stop here even if epochs remain; None is all epochs.
         workers: Ray Train workers; None is one a GPU, or one on a CPU machine.
         strategy: how the head is spread over workers.
@@ -36,7 +43,9 @@ class TrainingConfig(Settings):
             states once, refused when their size would pass `cache_limit_gb`.
         warm_start: where the first weights come from: a head directory's URI, `champion`, or
             None for fresh ones.
-        heldout_fraction: share of the samples kept for the tau estimate.
+        heldout_fraction: share of the prompts kept out of training for the tau estimate.
+        estimate_samples: held-out samples replayed for one tau estimate, at most.
+        checkpoint_every: steps between checkpoints; the last two are kept.
     """
 
     loss: LossConfig = LossConfig()
@@ -58,7 +67,13 @@ class TrainingConfig(Settings):
     cache_limit_gb: float = Field(20.0, gt=0)
     warm_start: str | None = None
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
+    estimate_samples: int = Field(32, ge=1)
     estimate_every: int = Field(200, ge=1)
     checkpoint_every: int = Field(200, ge=1)
     log_every: int = Field(10, ge=1)
     seed: int = 0
+
+    def shaping(self) -> dict[str, Any]:
+        """The settings that decide the head; how the work is spread only changes its rounding."""
+        spreading = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
+        return self.model_dump(mode="json", exclude=spreading)

@@ -1,0 +1,120 @@
+"""What a pipeline run tells: progress while it works, figures for MLflow, and the last page."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flows import tracking
+from jetspec import storage
+from jetspec.config import RunConfig
+from jetspec.evaluation.figures import write_figures
+from jetspec.evaluation.report import LEGEND, cells_table, overview_table
+from jetspec.stages import StageResult
+
+Record = Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[[int, int, Record], None]]:
+    """A bar over the cells of the matrix, and the listener that moves it."""
+    columns = (
+        TextColumn("evaluate"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        job = bar.add_task("", total=None)
+
+        def on_progress(done: int, total: int, record: Record) -> None:
+            bar.update(job, completed=done, total=total, description=str(record.get("key", "")))
+
+        yield on_progress
+
+
+def training_curve(head_uri: str) -> list[dict[str, Any]]:
+    """Rows {step, loss, ...} of the run that trained a head."""
+    uri = storage.join(head_uri, "training.json")
+    return list(storage.read_json(uri).get("curve", [])) if storage.exists(uri) else []
+
+
+def log_figures(run: tracking.Run, records: Sequence[Record], head: StageResult) -> None:
+    """The matrix, tau by budget, acceptance by depth and the loss, as pictures of the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run.log_files(write_figures(records, folder, training_curve(head.uri)))
+
+
+def outcome(
+    run: RunConfig,
+    parent: tracking.Run,
+    samples: StageResult,
+    head: StageResult,
+    chosen: str,
+    evaluation: StageResult,
+    promotion: StageResult,
+) -> dict[str, Any]:
+    """Every stage's outcome as small JSON values."""
+    return {
+        "run": run.name,
+        "run_id": parent.run_id,
+        "tracking_uri": parent.uri,
+        "samples": {
+            "uri": samples.uri,
+            "reused": samples.reused,
+            "regenerated": 0 if samples.reused else samples.facts["accounting"]["in"],
+            "accounting": samples.facts["accounting"],
+        },
+        "head": {
+            "uri": head.uri,
+            "reused": head.reused,
+            "tau_estimate": head.facts.get("tau_estimate"),
+            "chosen": chosen,
+        },
+        "evaluation": {
+            "uri": evaluation.uri,
+            "reused": evaluation.reused,
+            **evaluation.facts["summary"],
+        },
+        "promotion": promotion.facts,
+    }
+
+
+def show_choice(console: Console, facts: Mapping[str, Any]) -> None:
+    """One line a head: tau before and after training."""
+    after, before = facts["heads"]
+    kept = "after" if facts["chosen"] == after["head"] else "before"
+    console.print(
+        f"tau at budget {facts['budget']} on {facts['prompts']} evaluation prompts: "
+        f"{before['tau']:.2f} before training, {after['tau']:.2f} after; going on with {kept}"
+    )
+
+
+def show(
+    console: Console, run: RunConfig, records: Sequence[Record], result: Mapping[str, Any]
+) -> None:
+    """The last page: cells, the pooled view, the verdict, and where to look next."""
+    console.print(cells_table(records))
+    settings = run.evaluation
+    console.print(overview_table(records, samples=settings.bootstrap_samples, seed=settings.seed))
+    console.print(LEGEND, style="dim")
+    samples, promotion = result["samples"], result["promotion"]
+    counts = ", ".join(f"{count} {name}" for name, count in samples["accounting"].items())
+    console.print(f"\nsamples   {samples['regenerated']} regenerated ({counts})")
+    console.print(f"head      {result['head']['chosen']}")
+    for reason in promotion["reasons"]:
+        mark = "[green]pass[/green]" if reason["passed"] else "[red]stop[/red]"
+        console.print(f"gate      {mark} {reason['gate']}: {reason['detail']}")
+    if promotion["promoted"]:
+        console.print(f"champion  [bold]{promotion['name']} version {promotion['champion']}[/bold]")
+    else:
+        console.print(f"champion  unchanged ({promotion['champion'] or 'none'})")
+    console.print(
+        "\nlook      jetspec registry show        the champion, its figures and its lineage\n"
+        '          jetspec generate "..."       a prompt decoded with it, coloured by round\n'
+        "          jetspec up                   Prefect and MLflow in the browser"
+    )

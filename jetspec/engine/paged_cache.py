@@ -1,0 +1,82 @@
+"""KV memory in pages: a free list on the host, one tensor and one page table on the device."""
+
+import torch
+from torch import Tensor
+
+from jetspec.errors import JetspecError
+
+
+class PagedCache:
+    """Keys and values of every layer, and which pages belong to which running sequence.
+
+    Memory follows the rows in use: `resize` takes and gives back pages as a sequence's committed
+    rows and the nodes of its next round come and go.
+
+    Args:
+        slots: sequences that may run at once.
+        max_rows: rows a sequence may hold at most, the nodes of a round included.
+        pages: pages in all; None is enough for every slot at its longest.
+    """
+
+    def __init__(
+        self, *, layers: int, slots: int, max_rows: int, kv_heads: int, head_dim: int,
+        page_size: int, dtype: torch.dtype, device: torch.device, pages: int | None = None,
+    ) -> None:  # fmt: skip
+        self.page_size = page_size
+        self.max_pages = -(-max_rows // page_size)
+        self.pages = slots * self.max_pages if pages is None else pages
+        # Zeros: attention multiplies masked values by 0, so every row must be finite.
+        self.kv = torch.zeros(
+            layers, 2, self.pages, kv_heads, page_size, head_dim, dtype=dtype, device=device
+        )
+        self.table = torch.zeros(slots, self.max_pages, dtype=torch.int32, device=device)
+        self._staging = torch.zeros(slots, self.max_pages, dtype=torch.int32)
+        if device.type == "cuda":
+            self._staging = self._staging.pin_memory()
+        self._free = list(range(self.pages - 1, -1, -1))
+        self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._changed = False
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """(keys, values), each [pages, kv_heads, page_size, head_dim]."""
+        return self.kv[index, 0], self.kv[index, 1]
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def fits(self, rows: int) -> bool:
+        """Whether a new sequence of this many rows finds pages now."""
+        return -(-rows // self.page_size) <= len(self._free)
+
+    def resize(self, slot: int, rows: int) -> None:
+        """Hold exactly the pages that `rows` rows need; `upload` makes it known to the device.
+
+        Raises:
+            JetspecError: no page is left, or the sequence outgrows the table.
+        """
+        held = self._held[slot]
+        wanted = -(-rows // self.page_size)
+        if wanted > self.max_pages:
+            raise JetspecError("engine.max_rows", rows, "the sequence outgrew it; raise max_rows")
+        if wanted - len(held) > len(self._free):
+            raise JetspecError("engine.pages", self.pages, "all in use; fewer slots or more pages")
+        while len(held) > wanted:
+            self._free.append(held.pop())
+        while len(held) < wanted:
+            page = self._free.pop()
+            self._staging[slot, len(held)] = page
+            held.append(page)
+            self._changed = True
+
+    def upload(self) -> None:
+        """Send the page table to the device if it has new entries."""
+        if self._changed:
+            self.table.copy_(self._staging, non_blocking=True)
+            self._changed = False
+
+    def rows_at(self, positions: Tensor, live: Tensor) -> Tensor:
+        """Cache rows, long [B, T], of each slot's row numbers [B, T]; -1 where not `live`."""
+        page = positions.div(self.page_size, rounding_mode="floor").clamp(max=self.max_pages - 1)
+        base = self.table.gather(1, page.long()).long() * self.page_size
+        return torch.where(live, base + positions % self.page_size, -1)

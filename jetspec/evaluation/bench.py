@@ -1,0 +1,176 @@
+"""Measure the cells of one group: the same prompts, in the same batches, through every method.
+
+Cells of a group take turns batch by batch, in an order that rotates, so that a machine that slows
+down slows all of them: ratios come from one run. A method that fails drops out and leaves a record
+with its reason; the others go on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jetspec.errors import JetspecError
+from jetspec.evaluation.cells import BASELINES, Cell
+from jetspec.evaluation.config import EvaluationConfig
+from jetspec.evaluation.methods import Decoded, Request, Runner, make_runner
+from jetspec.evaluation.record import Trace, failed_record, make_record, with_speedups
+
+if TYPE_CHECKING:
+    from jetspec.prompts import Prompt
+
+CellRecord = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt's place in a batch; `filler` repeats an earlier prompt to fill the last batch."""
+
+    prompt_id: str
+    slice: str
+    request: Request
+    filler: bool = False
+
+
+@dataclass
+class _Run:
+    """What one cell has shown so far."""
+
+    decoded: list[list[Decoded]] = field(default_factory=list)  # [batch][repeat]
+    error: BaseException | None = None
+
+
+def run_cell(
+    cell: Cell,
+    target: Any,
+    head: Any | None,
+    prompts: Sequence["Prompt"],
+    config: EvaluationConfig,
+    baselines: Mapping[str, CellRecord] | None = None,
+    **facts: Any,
+) -> CellRecord:
+    """One cell by itself; see `run_group`."""
+    return run_group([cell], target, head, prompts, config, baselines, **facts)[0]
+
+
+def run_group(
+    cells: Sequence[Cell],
+    target: Any,
+    head: Any | None,
+    prompts: Sequence["Prompt"],
+    config: EvaluationConfig,
+    baselines: Mapping[str, CellRecord] | None = None,
+    *,
+    runners: Mapping[Cell, Runner] | None = None,
+    **facts: Any,
+) -> list[CellRecord]:
+    """The records of `cells`, in their order.
+
+    Args:
+        cells: cells of one group.
+        head: a draft head; needed by `chain` and `tree`.
+        prompts: the group's prompts, decoded in this order.
+        baselines: records of `plain` and `hf_eager` of the same group, for those not in `cells`.
+        runners: how each cell decodes; by default as its method says.
+        facts: what else every record carries (fingerprint, hashes).
+    """
+    if len({cell.group for cell in cells}) != 1:
+        raise ValueError("the cells of one run must share slice, batch size and temperature")
+    batches = make_batches(prompts, target, cells[0].batch_size)
+    runs = _take_turns(cells, runners, target, head, batches, config)
+    names = [cell.label for cell in cells]
+    known: dict[str, CellRecord] = dict(baselines or {})
+    records: dict[Cell, CellRecord] = {}
+    for cell in sorted(cells, key=_reference_first):
+        run = runs[cell]
+        if run.error is None:
+            trace = Trace(cell, batches, run.decoded, interleaved_with=names)
+            record = make_record(trace, target, config, known.get("plain"), **facts)
+        else:
+            record = failed_record(cell, *describe_failure(run.error), **facts)
+        records[cell] = record
+        if cell.method in BASELINES:
+            known[cell.method] = record
+    return [with_speedups(records[cell], known) for cell in cells]
+
+
+def make_batches(prompts: Sequence["Prompt"], target: Any, batch_size: int) -> list[list[Item]]:
+    """Full batches of prompts; the last one is filled up with prompts from the beginning.
+
+    A smaller last batch would be a measurement at another batch size.
+
+    Raises:
+        JetspecError: there are no prompts.
+    """
+    if not prompts:
+        raise JetspecError("prompts.eval", "empty", "give at least one evaluation prompt")
+    items = [
+        Item(prompt.id, prompt.slice, Request(target.render(prompt.messages), prompt.id))
+        for prompt in prompts
+    ]
+    missing = -len(items) % batch_size
+    fillers = [items[i % len(items)] for i in range(missing)]
+    items += [Item(f.prompt_id, f.slice, f.request, filler=True) for f in fillers]
+    return [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
+
+
+def describe_failure(error: BaseException) -> tuple[str, str]:
+    """(status, reason): running out of memory is told apart from other failures."""
+    text = " ".join(str(error).split()) or "no message"
+    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    exhausted = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        word in text.lower() for word in words
+    )
+    reason = text if isinstance(error, JetspecError) else f"{type(error).__name__}: {text}"
+    return ("out_of_memory" if exhausted else "failed"), reason[:300]
+
+
+def _take_turns(
+    cells: Sequence[Cell],
+    runners: Mapping[Cell, Runner] | None,
+    target: Any,
+    head: Any | None,
+    batches: list[list[Item]],
+    config: EvaluationConfig,
+) -> dict[Cell, _Run]:
+    """Decode every batch with every cell that still stands, warm-up first."""
+    runs = {cell: _Run() for cell in cells}
+    calls: dict[Cell, Runner] = {}
+
+    def attempt(cell: Cell, requests: Sequence[Request], limit: int) -> Decoded | None:
+        try:
+            if cell not in calls:
+                calls[cell] = runners[cell] if runners else make_runner(cell, target, head, config)
+            return calls[cell](requests, limit)
+        except Exception as error:  # whatever breaks a cell becomes its row
+            runs[cell].error = error
+            # The traceback's frames would keep the tensors that did not fit.
+            error.__traceback__ = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+
+    for cell in cells:
+        warm = [item.request for item in batches[0]]
+        for _ in range(-(-config.warmup_prompts // len(warm))):
+            attempt(cell, warm, min(config.warmup_tokens, config.max_new_tokens))
+    turn = 0
+    for batch in batches:
+        requests = [item.request for item in batch]
+        for run in runs.values():
+            run.decoded.append([])
+        for _ in range(config.repeats):
+            shift = turn % len(cells)
+            for cell in [*cells[shift:], *cells[:shift]]:
+                if runs[cell].error is not None:
+                    continue
+                decoded = attempt(cell, requests, config.max_new_tokens)
+                if decoded is not None:
+                    runs[cell].decoded[-1].append(decoded)
+            turn += 1
+    return runs
+
+
+def _reference_first(cell: Cell) -> int:
+    return BASELINES.index(cell.method) if cell.method in BASELINES else len(BASELINES)

@@ -1,0 +1,124 @@
+"""What a head costs and when it pays: rounds, GPU-hours, break-even; and the papers' formulas."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jetspec.evaluation.cells import cell_label
+from jetspec.evaluation.pooling import Record
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """One cell's round beside one plain token of the same group.
+
+    Attributes:
+        round_seconds, plain_seconds: mean clock of a round, and of a plain step of the batch.
+        needed_tau: tokens a round must commit to be as fast as plain decoding.
+        draft_cost: c(N, L) = (T_draft / N) / T_verify, N the budget (JetSpec, section on costs).
+    """
+
+    label: str
+    slice: str
+    batch_size: int
+    tau: float
+    round_seconds: float
+    plain_seconds: float
+    needed_tau: float
+    draft_cost: float | None
+
+
+def round_costs(records: Sequence[Record]) -> list[RoundCost]:
+    """The cost of a round of every drafting cell whose plain cell was measured."""
+    plain = {
+        (r["slice"], r["batch_size"], r["temperature"]): r["seconds_per_round"].get("total")
+        for r in records
+        if r["method"] == "plain" and r["status"] == "ok"
+    }
+    costs = []
+    for record in records:
+        step = plain.get((record["slice"], record["batch_size"], record["temperature"]))
+        if record["status"] != "ok" or not record["budget"] or not step or not record["tau"]:
+            continue
+        parts = record["seconds_per_round"]
+        verify = parts.get("verify")
+        costs.append(
+            RoundCost(
+                label=cell_label(dict(record)),
+                slice=record["slice"],
+                batch_size=record["batch_size"],
+                tau=record["tau"],
+                round_seconds=parts["total"],
+                plain_seconds=step,
+                needed_tau=parts["total"] / step,
+                draft_cost=parts["draft"] / record["budget"] / verify if verify else None,
+            )
+        )
+    return costs
+
+
+def hours(facts: Mapping[str, Any]) -> float | None:
+    """Worker-hours of a stage from its manifest's `worker_seconds`: GPU-hours where it has GPUs."""
+    seconds = facts.get("worker_seconds")
+    return seconds / 3600 if seconds is not None else None
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """After how many served tokens a head has paid for itself.
+
+    Attributes:
+        invested_hours: worker-hours of regeneration, training and evaluation together.
+        saved_seconds_per_token: clock that one served token saves on the same machine.
+        tokens: invested seconds over saved seconds; None when nothing is saved.
+        reason: why there is no break-even.
+    """
+
+    invested_hours: float
+    saved_seconds_per_token: float
+    tokens: float | None
+    reason: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def break_even(invested_hours: float, plain_tok_s: float, method_tok_s: float) -> BreakEven:
+    """Served tokens after which the hours spent on a head are saved again.
+
+    Args:
+        invested_hours: machine-hours of the kind that serves.
+        plain_tok_s, method_tok_s: throughput of one machine without and with the head.
+    """
+    saved = 1 / plain_tok_s - 1 / method_tok_s
+    if saved <= 0:
+        return BreakEven(invested_hours, saved, None, "the head is not faster: it never pays")
+    return BreakEven(invested_hours, saved, invested_hours * 3600 / saved, None)
+
+
+def expected_chain_tokens(acceptance: float, length: int) -> float:
+    """E[tokens a round] of a chain of N draft tokens, each accepted with probability a after the
+    ones before it: (1 - a^(N+1)) / (1 - a)."""
+    if acceptance == 1:
+        return length + 1.0
+    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+def expected_tree_tokens(parents: Sequence[int], edge_acceptance: Sequence[float]) -> float:
+    """E[tokens a round] of a tree: 1 + the sum over nodes of P(the path to the node is accepted).
+
+    The budget of a tree does not go into the chain's formula.
+
+    Args:
+        parents: parent of each node, -1 for the root at index 0; parents come before children.
+        edge_acceptance: P(node accepted | its parent was); the root's entry is not read.
+    """
+    reached = [1.0]
+    for node in range(1, len(parents)):
+        reached.append(reached[parents[node]] * edge_acceptance[node])
+    return sum(reached)
+
+
+def expected_speedup(tokens_per_round: float, length: int, draft_cost: float) -> float:
+    """tokens a round / (N·c + 1): a round costs one verification and N drafts of cost c."""
+    return tokens_per_round / (length * draft_cost + 1)

@@ -1,0 +1,197 @@
+"""What a cell runs: the two baselines and every way of drafting, behind one call."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from jetspec.decode import decode
+from jetspec.drafters import Drafter, HeadDrafter, LookupDrafter
+from jetspec.errors import JetspecError
+from jetspec.evaluation.cells import Cell
+from jetspec.evaluation.config import EvaluationConfig
+from jetspec.sampling import SamplingParams
+from jetspec.trees.config import TreeConfig
+
+PARTS = ("draft", "build", "verify", "commit")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to decode: its token ids, and the name that seeds its random draws."""
+
+    input_ids: list[int]
+    request_id: str
+
+
+@dataclass
+class Decoded:
+    """A batch that was decoded.
+
+    Attributes:
+        outputs: generated token ids of each request, the stop token included.
+        rounds: tokens committed by each round of each request; the prefill's token is in none.
+        accepted: draft tokens that each round accepted, before a stop or the limit cut it.
+        prefill_seconds, decode_seconds: wall clock before and after the first token.
+        parts: seconds of the decode clock by part of a round; empty for `hf_eager`.
+        peak_bytes: most memory held, where the device tells.
+    """
+
+    outputs: list[list[int]]
+    rounds: list[list[int]]
+    accepted: list[list[int]]
+    prefill_seconds: float
+    decode_seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+
+
+Runner = Callable[[Sequence[Request], int], Decoded]
+
+
+def sampling_params(config: EvaluationConfig, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed
+    )
+
+
+def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig) -> Runner:
+    """A call `(requests, max_new_tokens) -> Decoded` for the cell's method."""
+    sampling = sampling_params(config, cell.temperature)
+    if cell.method == "hf_eager":
+        return lambda requests, limit: _hugging_face(target, requests, limit, sampling)
+
+    def run(requests: Sequence[Request], limit: int) -> Decoded:
+        started = time.perf_counter()
+        result = decode(
+            target,
+            [request.input_ids for request in requests],
+            drafter=_drafter(cell, target, head, config),
+            tree=_tree(cell, config),
+            sampling=sampling,
+            max_new_tokens=limit,
+            stop_token_ids=target.eos_token_ids,
+            request_ids=[request.request_id for request in requests],
+        )
+        _synchronize(target)
+        wall = time.perf_counter() - started
+        return Decoded(
+            outputs=[list(g.tokens) for g in result.generations],
+            rounds=[list(g.rounds) for g in result.generations],
+            accepted=[list(g.accepted) for g in result.generations],
+            prefill_seconds=result.seconds["prefill"],
+            decode_seconds=wall - result.seconds["prefill"],
+            parts={part: result.seconds.get(part, 0.0) for part in PARTS},
+            peak_bytes=result.peak_bytes,
+        )
+
+    return run
+
+
+def _drafter(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig) -> Drafter | None:
+    """A fresh drafter: it carries the state of one batch."""
+    if cell.method == "plain":
+        return None
+    if cell.method == "lookup":
+        return LookupDrafter(max_ngram=config.lookup_ngram, depth=cell.budget)
+    if head is None:
+        raise JetspecError("head", None, f"the method {cell.method} needs a draft head; give one")
+    width = 1 if cell.method == "chain" else min(config.width, target.vocab_size)
+    depth = cell.budget if cell.method == "chain" else config.depth
+    return HeadDrafter(head, target, width=width, depth=depth)
+
+
+def _tree(cell: Cell, config: EvaluationConfig) -> TreeConfig | None:
+    if cell.method == "plain":
+        return None
+    if cell.method in ("lookup", "chain"):
+        shape = {"depth": cell.budget, "width": 1}
+    else:
+        names = ("depth", "width", "score", "alpha")
+        shape = {name: getattr(config, name) for name in names}
+    return TreeConfig.model_validate({"builder": cell.builder, "budget": cell.budget, **shape})
+
+
+def _hugging_face(
+    target: Any, requests: Sequence[Request], limit: int, sampling: SamplingParams
+) -> Decoded:
+    """The baseline users know: `model.generate` as it is, no graph, a left-padded batch."""
+    longest = max(len(request.input_ids) for request in requests)
+    stops = sorted(target.eos_token_ids)
+    pad = stops[0] if stops else 0
+    rows = [[pad] * (longest - len(r.input_ids)) + r.input_ids for r in requests]
+    mask = [[0] * (longest - len(r.input_ids)) + [1] * len(r.input_ids) for r in requests]
+    sampled = sampling.temperature > 0
+    options: dict[str, Any] = {"do_sample": sampled}
+    if sampled:
+        options |= {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+        torch.manual_seed(sampling.seed)
+    clock = _FirstToken(target)
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    started = time.perf_counter()
+    with torch.no_grad(), _neutral_generation(target.model):
+        generated = target.model.generate(
+            input_ids=torch.tensor(rows, device=target.device),
+            attention_mask=torch.tensor(mask, device=target.device),
+            generation_config=GenerationConfig(
+                max_new_tokens=limit, eos_token_id=stops or None, pad_token_id=pad, **options
+            ),
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    _synchronize(target)
+    ended = time.perf_counter()
+    outputs = [_until_stop(row, target.eos_token_ids) for row in generated[:, longest:].tolist()]
+    return Decoded(
+        outputs=outputs,
+        rounds=[[1] * (len(output) - 1) for output in outputs],
+        accepted=[[0] * (len(output) - 1) for output in outputs],
+        prefill_seconds=clock.at - started,
+        decode_seconds=ended - clock.at,
+        peak_bytes=torch.cuda.max_memory_allocated(target.device)
+        if target.device.type == "cuda"
+        else None,
+    )
+
+
+@contextlib.contextmanager
+def _neutral_generation(model: Any) -> Iterator[None]:
+    """Set the model's own generation defaults aside: a repetition penalty would change the text."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _FirstToken(StoppingCriteria):
+    """Never stops; notes when the first token is out, which is where the prefill ends."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.at = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.at:
+            _synchronize(self.target)
+            self.at = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+def _synchronize(target: Any) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)

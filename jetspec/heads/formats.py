@@ -1,0 +1,336 @@
+"""Head checkpoints on disk: the native format A, and the way to B and C (heads/exports.py).
+
+A is a JetSpec / z-lab DFlash directory: `config.json` and `model.safetensors`, weights without a
+prefix, no embedding and no output projection. Path scores lie beside it in `edges.safetensors`,
+so that readers of A which do not know them are undisturbed.
+"""
+
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from jetspec.errors import JetspecError
+from jetspec.heads.config import HeadConfig
+from jetspec.heads.parallel import ParallelHead
+from jetspec.storage import (
+    atomic_write,
+    exists,
+    filesystem,
+    join,
+    list_files,
+    read_json,
+    write_json,
+)
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+EDGES = "edges.safetensors"
+DType = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Weights of the target that some trainers save along; ours come from the target itself.
+FOREIGN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "t2d", "d2t")
+_TABLES = "markov_head."  # format C's spelling of path scores, made from `edges.safetensors`
+
+
+def save_head(
+    head: ParallelHead,
+    directory: str,
+    *,
+    target_fingerprint: str,
+    training: dict[str, Any] | None = None,
+    dtype: DType = "fp32",
+) -> None:
+    """Write `head` in format A. The caller closes the directory with a manifest.
+
+    Args:
+        training: facts the doctor compares before the head serves, such as `enable_thinking`.
+        dtype: of the saved tensors; the config says the same.
+    """
+    record = {"target_fingerprint": target_fingerprint, **(training or {})}
+    write_head(directory, native_config(head, dtype, record), trunk_state(head), dtype)
+    write_edges(head, directory, dtype)
+
+
+def load_head(directory: str) -> ParallelHead:
+    """A head of any known format, on the CPU in fp32, ready to draft.
+
+    Raises:
+        JetspecError: the directory is no head, its config contradicts itself, or weights are
+            missing, superfluous or of another shape.
+    """
+    from jetspec.heads import exports
+
+    raw = read_config(directory)
+    reader = exports.READERS[exports.format_of(raw, directory)]
+    return build_head(reader(raw, directory), directory)
+
+
+def native_config(head: ParallelHead, dtype: DType, record: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` of format A. Both spellings of the in-block mask are written: JetSpec reads
+    `causal_head`, vLLM and Automodel read `causal`."""
+    causal = head.config.mask == "causal"
+    config = {
+        **layer_config(head, dtype),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": head.config.block_size,
+        "num_target_layers": head.num_target_layers,
+        "dflash_config": {
+            "mask_token_id": head.mask_token_id,
+            "target_layer_ids": list(head.taps),
+            "causal_head": causal,
+            "causal": causal,
+        },
+        "jetspec_training": record,
+    }
+    if head.edges is not None:
+        config["jetspec_edges"] = edges_config(head)
+    return config
+
+
+def edges_config(head: ParallelHead) -> dict[str, Any]:
+    return {"type": "markov", "rank": head.config.edge_rank, "gate": head.config.edge_gate}
+
+
+def layer_config(head: ParallelHead, dtype: DType) -> dict[str, Any]:
+    """The decoder layers as a Qwen3 config, RoPE in the old and in the new spelling."""
+    config = head.config
+    rope = dict(config.rope_parameters or {})
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": head.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", **rope},
+        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        "rope_theta": rope["rope_theta"],
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": head.vocab_size,
+    }
+
+
+class HeadShape:
+    """What a config file says of a head: everything `ParallelHead` is built from."""
+
+    def __init__(
+        self,
+        layers: dict[str, Any],
+        directory: str,
+        *,
+        mask: str,
+        block_size: Any,
+        taps: Any,
+        mask_token_id: Any,
+        num_target_layers: Any,
+        edges: dict[str, Any] | None,
+    ) -> None:
+        """Args: `layers` is the Qwen3 config; the rest is the format's own.
+
+        Raises:
+            JetspecError: a key is missing, or layers are of a kind this head has not.
+        """
+        self.directory = directory
+        for key, wanted in (("attention_bias", False), ("hidden_act", "silu")):
+            if layers.get(key, wanted) != wanted:
+                raise self.error(key, layers[key], f"only {wanted} is supported")
+        if set(layers.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            raise self.error(
+                "layer_types", layers["layer_types"], "only full_attention is supported"
+            )
+        own = {"block_size": block_size, "target_layer_ids": taps, "mask_token_id": mask_token_id}
+        for key, value in own.items():
+            if value is None:
+                raise self.error(key, "missing", "set it in config.json")
+        self.hidden_size = self._need(layers, "hidden_size")
+        self.vocab_size = self._need(layers, "vocab_size")
+        self.num_target_layers = num_target_layers or max(taps) + 1
+        heads = self._need(layers, "num_attention_heads")
+        fields = {
+            "mask": mask,
+            "num_layers": self._need(layers, "num_hidden_layers"),
+            "block_size": block_size,
+            "num_taps": len(taps),
+            "taps": tuple(taps),
+            "mask_token_id": mask_token_id,
+            "intermediate_size": self._need(layers, "intermediate_size"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": layers.get("num_key_value_heads") or heads,
+            "head_dim": layers.get("head_dim") or self.hidden_size // heads,
+            "rms_norm_eps": self._need(layers, "rms_norm_eps"),
+            "rope_parameters": self._rope(layers),
+            "max_position_embeddings": self._need(layers, "max_position_embeddings"),
+        }
+        if edges is not None:
+            fields |= {"edge_rank": edges.get("rank"), "edge_gate": edges.get("gate")}
+        try:
+            self.config = HeadConfig.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "config"
+            raise self.error(key, first["input"], first["msg"]) from error
+
+    def error(self, key: str, value: object, mend: str) -> JetspecError:
+        return JetspecError(f"head.{key}", value, f"{mend} ({join(self.directory, CONFIG)})")
+
+    def _need(self, layers: dict[str, Any], key: str) -> Any:
+        if layers.get(key) is None:
+            raise self.error(key, "missing", "set it in config.json")
+        return layers[key]
+
+    def _rope(self, layers: dict[str, Any]) -> dict[str, Any]:
+        parameters = dict(layers.get("rope_parameters") or {})
+        scaling = dict(layers.get("rope_scaling") or {})
+        found = {
+            t for t in (parameters.get("rope_theta"), layers.get("rope_theta")) if t is not None
+        }
+        if len(found) > 1:
+            raise self.error("rope_theta", sorted(found), "two values; readers would differ")
+        if not found:
+            raise self.error("rope_theta", "missing", "set it in config.json")
+        if "type" in scaling:
+            scaling["rope_type"] = scaling.pop("type")
+        return {"rope_type": "default", **scaling, **parameters, "rope_theta": float(found.pop())}
+
+
+def read_native(raw: dict[str, Any], directory: str) -> HeadShape:
+    own = raw.get("dflash_config") or {}
+    return HeadShape(
+        raw,
+        directory,
+        mask=_mask(own, directory),
+        # Newer files keep block_size inside dflash_config.
+        block_size=raw.get("block_size", own.get("block_size")),
+        taps=own.get("target_layer_ids"),
+        mask_token_id=own.get("mask_token_id"),
+        num_target_layers=raw.get("num_target_layers"),
+        edges=raw.get("jetspec_edges"),
+    )
+
+
+def _mask(own: dict[str, Any], directory: str) -> str:
+    """JetSpec's key, vLLM's key, or neither: z-lab's own heads are bidirectional."""
+    said = {bool(own[key]) for key in ("causal_head", "causal") if own.get(key) is not None}
+    if len(said) > 1:
+        raise JetspecError(
+            "head.dflash_config",
+            f"causal_head {own['causal_head']}, causal {own['causal']}",
+            f"they disagree; set both alike ({join(directory, CONFIG)})",
+        )
+    return "causal" if said == {True} else "bidirectional"
+
+
+def build_head(shape: HeadShape, directory: str) -> ParallelHead:
+    """The head of `shape` with the weights of `directory`."""
+    head = ParallelHead(
+        shape.config,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_target_layers=shape.num_target_layers,
+    )
+    trunk = {
+        name: tensor
+        for name, tensor in read_weights(directory).items()
+        if not name.startswith((*FOREIGN, _TABLES))
+    }
+    _load(head, trunk, {k for k in head.state_dict() if not k.startswith("edges.")}, directory)
+    if head.edges is not None:
+        edges = read_tensors(join(directory, EDGES))
+        _load(head.edges, edges, set(head.edges.state_dict()), directory)
+    return head.eval()
+
+
+def _load(
+    module: torch.nn.Module, state: dict[str, Tensor], wanted: set[str], directory: str
+) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    for problem, names in (
+        ("lacks", sorted(wanted - state.keys())),
+        ("has weights this head does not know:", sorted(state.keys() - wanted)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise JetspecError(
+                "head", directory, f"{problem} {names[0]}{more}; wrong head or config"
+            )
+    for name, tensor in state.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise JetspecError(
+                "head",
+                directory,
+                f"{name} is {tuple(tensor.shape)}, config.json makes it {shapes[name]}; mend one",
+            )
+    module.load_state_dict(state, strict=False)
+
+
+def trunk_state(head: ParallelHead) -> dict[str, Tensor]:
+    """The weights of `model.safetensors`: everything but the path scores."""
+    return {k: v for k, v in head.state_dict().items() if not k.startswith("edges.")}
+
+
+def write_head(
+    directory: str, config: dict[str, Any], state: dict[str, Tensor], dtype: DType
+) -> None:
+    write_tensors(join(directory, WEIGHTS), state, dtype)
+    write_json(join(directory, CONFIG), config)
+
+
+def write_edges(head: ParallelHead, directory: str, dtype: DType) -> None:
+    if head.edges is not None:
+        write_tensors(join(directory, EDGES), head.edges.state_dict(), dtype)
+
+
+def write_tensors(uri: str, state: dict[str, Tensor], dtype: DType) -> None:
+    tensors = {name: t.detach().to("cpu", _DTYPES[dtype]).contiguous() for name, t in state.items()}
+    with atomic_write(uri) as file:
+        file.write(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+
+
+def read_tensors(uri: str) -> dict[str, Tensor]:
+    """Tensors of one safetensors file.
+
+    Raises:
+        JetspecError: the file is missing or damaged.
+    """
+    fs, path = filesystem(uri)
+    try:
+        with fs.open(path, "rb") as file:
+            return safetensors.torch.load(file.read())
+    except FileNotFoundError as error:
+        raise JetspecError("head", uri, "not found; the head is incomplete") from error
+    except safetensors.SafetensorError as error:
+        raise JetspecError("head", uri, f"damaged ({error}); make the head again") from error
+
+
+def read_weights(directory: str) -> dict[str, Tensor]:
+    """All weights of a head, from one file or from shards."""
+    names = [n for n in list_files(directory) if n.endswith(".safetensors") and n != EDGES]
+    if not names:
+        raise JetspecError("head", directory, f"no {WEIGHTS}; give a head directory")
+    state: dict[str, Tensor] = {}
+    for name in names:
+        state |= read_tensors(join(directory, name))
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def read_config(directory: str) -> dict[str, Any]:
+    if not exists(join(directory, CONFIG)):
+        raise JetspecError("head", directory, f"no {CONFIG}; give a head directory")
+    raw = read_json(join(directory, CONFIG))
+    if not isinstance(raw, dict):
+        raise JetspecError("head", join(directory, CONFIG), "must be a mapping")
+    return raw

@@ -1,0 +1,282 @@
+"""Training samples in flat arrays, and the order in which steps visit them.
+
+Everything here is a pure function of (samples, config, step): a resumed run and a run on more
+workers see the same batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+
+from jetspec.errors import JetspecError
+from jetspec.training.blocks import Batch, plan_chunks
+from jetspec.training.config import TrainingConfig
+
+_WINDOW = 1024  # samples packed into rows together: enough to fill rows, few enough to stay mixed
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """N samples, cut to a row's length.
+
+    Attributes:
+        tokens: int32 [total]; run_ends: int32 [total], for a generated token the index in its
+            sample where its unbroken run of generated tokens ends, -1 for a prompt's token.
+        offsets: int64 [N + 1], where each sample begins.
+        ids: the samples' ids; prompt_ids: their prompts'.
+        cut: samples longer than a row.
+    """
+
+    tokens: np.ndarray
+    run_ends: np.ndarray
+    offsets: np.ndarray
+    ids: tuple[str, ...]
+    prompt_ids: tuple[str, ...]
+    cut: int
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Any], sequence_length: int) -> "Corpus":
+        """Samples (`id`, `prompt_id`, `input_ids`, `loss_mask`) as a corpus.
+
+        Raises:
+            JetspecError: a sample whose mask and tokens differ in length.
+        """
+        tokens, ends, offsets = [], [], [0]
+        for sample in samples:
+            if len(sample.input_ids) != len(sample.loss_mask):
+                raise JetspecError(
+                    "samples", sample.id, "loss_mask and input_ids differ in length; regenerate"
+                )
+            ids = np.asarray(sample.input_ids[:sequence_length], dtype=np.int32)
+            tokens.append(ids)
+            ends.append(_run_ends(np.asarray(sample.loss_mask[:sequence_length], dtype=np.int32)))
+            offsets.append(offsets[-1] + len(ids))
+        return cls(
+            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            run_ends=np.concatenate(ends) if ends else np.zeros(0, np.int32),
+            offsets=np.asarray(offsets, dtype=np.int64),
+            ids=tuple(sample.id for sample in samples),
+            prompt_ids=tuple(sample.prompt_id for sample in samples),
+            cut=sum(len(sample.input_ids) > sequence_length for sample in samples),
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def anchors(self, index: int) -> np.ndarray:
+        """Where a block may start: generated tokens followed by another of the same answer."""
+        ends = self.run_ends[self.offsets[index] : self.offsets[index + 1]]
+        places = np.arange(len(ends))
+        return np.flatnonzero((ends > places) & (places >= 1))
+
+    def split(self, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of (training, held-out) samples, by prompt, stable when samples are added.
+
+        Samples without any block to train on are in neither.
+
+        Raises:
+            JetspecError: fewer than two prompts with an answer.
+        """
+        usable = [i for i in range(len(self.ids)) if len(self.anchors(i))]
+        prompts = sorted(
+            {self.prompt_ids[i] for i in usable}, key=lambda p: sha256(p.encode()).hexdigest()
+        )
+        if len(prompts) < 2:
+            raise JetspecError(
+                "samples",
+                f"{len(prompts)} prompts with an answer",
+                "training needs at least two; regenerate more",
+            )
+        count = min(max(1, round(heldout_fraction * len(prompts))), len(prompts) - 1)
+        held = set(prompts[:count])
+        heldout = [i for i in usable if self.prompt_ids[i] in held]
+        training = [i for i in usable if self.prompt_ids[i] not in held]
+        return np.asarray(training), np.asarray(heldout)
+
+
+def _run_ends(mask: np.ndarray) -> np.ndarray:
+    """Index of the last 1 of every run of ones, at each of its places; -1 at zeros."""
+    length = len(mask)
+    if not length:
+        return mask
+    last = np.append(mask[1:] == 0, True) & (mask == 1)
+    ends = np.where(last, np.arange(length), length)
+    following = np.minimum.accumulate(ends[::-1])[::-1]
+    return np.where(mask == 1, following, -1).astype(np.int32)
+
+
+class Schedule:
+    """Which rows each step trains on.
+
+    Every epoch visits the training samples in a new seeded order; with a row capacity, samples
+    are packed into rows first. A step takes `batch_size` rows; an epoch's last rows, too few for
+    a step, are left to the next epoch's order.
+
+    Args:
+        lengths: tokens of every sample; training: indices of the samples to visit.
+        capacity: tokens a row may hold, or None for one sample a row.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        training: np.ndarray,
+        config: TrainingConfig,
+        capacity: int | None,
+    ) -> None:
+        self.batch_size = config.batch_size
+        self._epochs = [
+            _rows(lengths, training, np.random.default_rng([config.seed, epoch]), capacity)
+            for epoch in range(config.epochs)
+        ]
+        self._ends = np.cumsum([max(1, len(rows) // self.batch_size) for rows in self._epochs])
+        self.total_steps = int(self._ends[-1])
+        if config.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.max_steps)
+
+    def epoch(self, step: int) -> float:
+        """Epochs done before `step` (from 0)."""
+        index = int(np.searchsorted(self._ends, step, side="right"))
+        if index == len(self._ends):
+            return float(index)
+        first = int(self._ends[index - 1]) if index else 0
+        return index + (step - first) / (int(self._ends[index]) - first)
+
+    def rows(self, step: int) -> list[tuple[int, ...]]:
+        """The samples of every row of `step`, longest row first."""
+        index = int(np.searchsorted(self._ends, step, side="right"))
+        first = int(self._ends[index - 1]) if index else 0
+        start = (step - first) * self.batch_size
+        return self._epochs[index][start : start + self.batch_size]
+
+
+def _rows(
+    lengths: np.ndarray, training: np.ndarray, order: np.random.Generator, capacity: int | None
+) -> list[tuple[int, ...]]:
+    samples = order.permutation(training)
+    if capacity is None:
+        return [(int(index),) for index in samples]
+    rows: list[tuple[int, ...]] = []
+    for begin in range(0, len(samples), _WINDOW):
+        window = samples[begin : begin + _WINDOW]
+        rows += _pack(window[np.argsort(-lengths[window], kind="stable")], lengths, capacity)
+    return [rows[i] for i in order.permutation(len(rows))]
+
+
+def _pack(samples: np.ndarray, lengths: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
+    """First fit of samples (longest first) into rows of `capacity` tokens."""
+    rows: list[list[int]] = []
+    room = np.zeros(len(samples), dtype=np.int64)
+    for index in samples:
+        fits = np.flatnonzero(room[: len(rows)] >= lengths[index])
+        if len(fits):
+            row = int(fits[0])
+        else:
+            row = len(rows)
+            rows.append([])
+            room[row] = capacity
+        rows[row].append(int(index))
+        room[row] -= lengths[index]
+    return [tuple(row) for row in rows]
+
+
+class BatchMaker:
+    """Draws the anchors of a step and lays rows out as tensors.
+
+    Args:
+        fixed_shape: pad every batch to `micro_batch_size` rows of `sequence_length` tokens and
+            `anchors` blocks, so that a compiled kernel sees one shape.
+    """
+
+    def __init__(
+        self, corpus: Corpus, config: TrainingConfig, block_size: int, *, fixed_shape: bool
+    ) -> None:
+        self.corpus = corpus
+        self.config = config
+        self.depth = block_size - 1
+        self.fixed_shape = fixed_shape
+        steps = np.arange(self.depth)
+        gamma = config.loss.gamma
+        self.depth_weights = np.exp(-steps / gamma) if gamma else np.ones(self.depth)
+
+    def draw(self, step: int, row: tuple[int, ...]) -> np.ndarray:
+        """int64 [a, 2]: (document of the row, anchor in that document) of a row's blocks."""
+        places = [self.corpus.anchors(index) for index in row]
+        pairs = np.concatenate([np.stack([np.full(len(p), d), p], 1) for d, p in enumerate(places)])
+        if len(pairs) > self.config.anchors:
+            order = np.random.default_rng([self.config.seed, step, row[0]])
+            chosen = order.choice(len(pairs), self.config.anchors, replace=False)
+            pairs = pairs[np.sort(chosen)]
+        return pairs
+
+    def weight(self, row: tuple[int, ...], pairs: np.ndarray) -> float:
+        """Sum of the loss weights of a row's blocks."""
+        return float(self._slot_weights(row, pairs).sum())
+
+    def slots(self, row: tuple[int, ...], pairs: np.ndarray) -> int:
+        """Slots of a row that carry a loss."""
+        return int((self._slot_weights(row, pairs) > 0).sum())
+
+    def make(self, rows: list[tuple[int, ...]], drawn: list[np.ndarray]) -> Batch:
+        """The batch of `rows` (possibly none) with their drawn blocks."""
+        corpus, depth = self.corpus, self.depth
+        lengths = [sum(int(corpus.lengths[i]) for i in row) for row in rows]
+        if self.fixed_shape:
+            count, width = self.config.micro_batch_size, self.config.sequence_length
+            blocks = self.config.anchors
+        else:
+            count, width = max(1, len(rows)), max([1, *lengths])
+            blocks = max([1, *(len(pairs) for pairs in drawn)])
+        ids = np.zeros((count, width), np.int64)
+        positions = np.zeros((count, width), np.int64)
+        documents = np.full((count, width), -1, np.int64)
+        samples = np.zeros((count, width), np.int64)
+        anchors = np.zeros((count, blocks), np.int64)
+        starts = np.zeros((count, blocks), np.int64)
+        labels = np.zeros((count, blocks, depth), np.int64)
+        weights = np.zeros((count, blocks, depth), np.float32)
+        for r, (row, pairs) in enumerate(zip(rows, drawn, strict=True)):
+            begins = np.cumsum([0, *(corpus.lengths[i] for i in row)])
+            for d, index in enumerate(row):
+                here = slice(begins[d], begins[d + 1])
+                flat = np.arange(corpus.offsets[index], corpus.offsets[index + 1])
+                ids[r, here] = corpus.tokens[flat]
+                positions[r, here] = np.arange(len(flat))
+                documents[r, here] = d
+                samples[r, here] = flat
+            a = len(pairs)
+            starts[r, :a] = begins[pairs[:, 0]]
+            anchors[r, :a] = starts[r, :a] + pairs[:, 1]
+            weights[r, :a] = self._slot_weights(row, pairs)
+            ahead = anchors[r, :a, None] + np.arange(1, depth + 1)
+            labels[r, :a] = ids[r, np.minimum(ahead, width - 1)]
+        teachers = np.arange(count)[:, None, None] * width + anchors[:, :, None] + np.arange(depth)
+        flat_slots = np.flatnonzero(np.pad(weights, ((0, 0), (0, 0), (1, 0))))
+        flat_teachers = teachers[weights > 0]
+        order = np.argsort(flat_teachers, kind="stable")
+        distinct, shared = np.unique(flat_teachers[order], return_inverse=True)
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
+            documents=torch.from_numpy(documents),
+            samples=torch.from_numpy(samples),
+            anchors=torch.from_numpy(anchors),
+            starts=torch.from_numpy(starts),
+            labels=torch.from_numpy(labels),
+            weights=torch.from_numpy(weights),
+            slots=torch.from_numpy(flat_slots[order]),
+            teachers=torch.from_numpy(distinct),
+            shared=torch.from_numpy(shared),
+            chunks=plan_chunks(shared, self.config.loss.chunk_tokens),
+        )
+
+    def _slot_weights(self, row: tuple[int, ...], pairs: np.ndarray) -> np.ndarray:
+        """[a, D]: the depth's weight where the slot's token belongs to the same answer, else 0."""
+        flat = self.corpus.offsets[np.asarray(row)][pairs[:, 0]] + pairs[:, 1]
+        left = self.corpus.run_ends[flat] - pairs[:, 1]
+        return self.depth_weights * (np.arange(1, self.depth + 1) <= left[:, None])

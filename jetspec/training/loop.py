@@ -1,0 +1,364 @@
+"""Distillation of a draft head from a frozen target.
+
+The global batch, its order and its anchors are pure functions of (samples, config, step); workers
+share them out. A run on N workers takes the steps of a run on one, and a resumed run takes the
+steps of an unbroken one.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from jetspec.errors import JetspecError
+from jetspec.evaluation.replay import replay_corpus
+from jetspec.heads.parallel import ParallelHead
+from jetspec.storage import content_hash
+from jetspec.targets.target import Target
+from jetspec.training.checkpoints import (
+    full_head,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from jetspec.training.config import TrainingConfig
+from jetspec.training.corpus import BatchMaker, Corpus, Schedule
+from jetspec.training.hidden_cache import HiddenCache, HiddenStates, OnlineTeacher
+from jetspec.training.step import Distiller, Statistics
+from jetspec.training.world import World
+
+Report = Callable[[int, dict[str, float]], None]
+
+
+@dataclass
+class TrainResult:
+    """A finished run.
+
+    Attributes:
+        head: with its final weights, on the CPU; on every rank.
+        steps: done in all, the resumed ones included.
+        curve: the reported metrics, one entry a report, `step` among them.
+        tau_estimate: of the last estimate.
+        counts: samples trained on, held out, cut to a row, and left out for want of an answer.
+        seconds: wall time, that of earlier attempts up to their last checkpoint included.
+    """
+
+    head: ParallelHead
+    steps: int
+    curve: list[dict[str, float]]
+    tau_estimate: float
+    counts: dict[str, int]
+    seconds: float
+
+
+@dataclass
+class Window:
+    """What has added up since the last report; kept in checkpoints so that curves are exact."""
+
+    sums: Tensor
+    weight: float = 0.0
+    tokens: int = 0
+    slots: int = 0
+    # Wall time is this process's own and is not kept.
+    started: float = field(default_factory=time.perf_counter)
+    timed_tokens: int = 0
+    timed_slots: int = 0
+
+    def add(self, sums: Tensor, weight: float, tokens: int, slots: int) -> None:
+        self.sums = self.sums + sums
+        self.weight += weight
+        self.tokens += tokens
+        self.slots += slots
+        self.timed_tokens += tokens
+        self.timed_slots += slots
+
+    def metrics(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self.started
+        return {
+            **Statistics(self.sums).metrics(self.weight),
+            "tokens_per_second": self.timed_tokens / seconds,
+            "slots_per_second": self.timed_slots / seconds,
+        }
+
+    def state(self) -> dict[str, Any]:
+        kept = {"weight": self.weight, "tokens": self.tokens, "slots": self.slots}
+        return {"sums": self.sums.tolist(), **kept}
+
+
+def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
+    """Linear warm-up over `warmup_fraction`, then a cosine down to `final_lr_fraction`."""
+    warmup = math.ceil(config.warmup_fraction * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    floor = config.final_lr_fraction
+    return config.learning_rate * (floor + (1 - floor) * share)
+
+
+def train(
+    config: TrainingConfig,
+    head: ParallelHead,
+    target: Target,
+    samples: Sequence[Any],
+    *,
+    directory: str,
+    world: World = World(),
+    report: Report = lambda step, metrics: None,
+    resume: bool = True,
+) -> TrainResult:
+    """Distil `head` from `target` on the target's own answers.
+
+    Args:
+        head: fp32 weights on the target's device; changed in place unless it is sharded.
+        samples: `id`, `prompt_id`, `input_ids`, `loss_mask`.
+        directory: where checkpoints go, and where a run that was broken off is taken up again.
+        report: called on every rank at the same steps with the same metrics (rates apart).
+
+    Raises:
+        JetspecError: no usable samples, a cache beyond its limit, checkpoints of another run, or
+            a loss that is not finite.
+    """
+    return _Run(config, head, target, samples, directory, world, report).run(resume)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        head: ParallelHead,
+        target: Target,
+        samples: Sequence[Any],
+        directory: str,
+        world: World,
+        report: Report,
+    ) -> None:
+        self.config, self.head, self.target = config, head, target
+        self.directory, self.world, self.report = directory, world, report
+        self.device = target.device
+        cuda = self.device.type == "cuda"
+        corpus = Corpus.from_samples(samples, config.sequence_length)
+        training, self.heldout = corpus.split(config.heldout_fraction)
+        self.corpus = corpus
+        self.counts = {
+            "samples": len(training),
+            "heldout": len(self.heldout),
+            "cut": corpus.cut,
+            "without_answer": len(samples) - len(training) - len(self.heldout),
+        }
+        self.schedule = Schedule(
+            corpus.lengths, training, config, config.sequence_length if cuda else None
+        )
+        self.maker = BatchMaker(corpus, config, head.config.block_size, fixed_shape=cuda)
+        self.states = self._hidden_states()
+        self.config_hash = content_hash(
+            {
+                "training": config.shaping(),
+                "head": head.config.model_dump(),
+                "target": target.fingerprint,
+                "samples": corpus.ids,
+            }
+        )
+        self.distiller = Distiller(head.train(), target, config.loss)
+        self.model = self._wrapped()
+        matrices = [p for p in self.distiller.parameters() if p.ndim > 1]
+        vectors = [p for p in self.distiller.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=cuda,
+        )
+        self.curve: list[dict[str, float]] = []
+        self.window = self._new_window()
+        self.began = time.perf_counter()
+
+    def run(self, resume: bool) -> TrainResult:
+        total = self.schedule.total_steps
+        done = self._resume() if resume else 0
+        unchecked: tuple[int, Tensor] | None = None
+        while done < total:
+            health = self._step(done)
+            done += 1
+            if self.device.type == "cuda":
+                # A GPU's result is read one step late, so that it never waits for the host.
+                self._check(unchecked)
+                unchecked = (done, health)
+            else:
+                self._check((done, health))
+            logs, estimates = (
+                done % every == 0 or done == total
+                for every in (self.config.log_every, self.config.estimate_every)
+            )
+            saves = done % self.config.checkpoint_every == 0 or done == total
+            if logs or estimates or saves:
+                self._check(unchecked)
+                unchecked = None
+            if logs or estimates:
+                self._report(done, float(health[1]), estimates)
+            if saves:
+                self._save(done)
+        tau = next(
+            (e["tau_estimate"] for e in reversed(self.curve) if "tau_estimate" in e), math.nan
+        )
+        head = full_head(self.distiller, self.head).cpu().eval()
+        return TrainResult(head, done, self.curve, tau, self.counts, self._seconds())
+
+    def _step(self, step: int) -> Tensor:
+        """One optimizer step; returns [loss sum, gradient norm] without reading them."""
+        config, world = self.config, self.world
+        rows = sorted(self.schedule.rows(step), key=self._length, reverse=True)
+        drawn = [self.maker.draw(step, row) for row in rows]
+        weight = sum(map(self.maker.weight, rows, drawn))
+        size = min(config.micro_batch_size, math.ceil(len(rows) / world.size))
+        micro = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+        rounds = math.ceil(len(micro) / world.size)  # every rank synchronises equally often
+        mine = micro[world.rank :: world.size]
+        mine += [slice(0, 0)] * (rounds - len(mine))
+        statistics = Statistics.zero(self.maker.depth, self.device)
+        for index, part in enumerate(mine):
+            batch = self.maker.make(rows[part], drawn[part]).to(self.device)
+            taps, hidden = self.states(batch)
+            with self._synchronised(index == rounds - 1), self._autocast():
+                loss, sums = self.model(batch, taps, hidden)
+                # Gradients are averaged over ranks, the loss is a mean over the whole step.
+                (loss * (world.size / weight)).backward()
+            statistics += Statistics(sums)
+        rate = learning_rate(config, step, self.schedule.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = nn.utils.clip_grad_norm_(self.distiller.parameters(), config.clip_norm)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = world.sum(statistics.sums)
+        slots = sum(map(self.maker.slots, rows, drawn))
+        self.window.add(sums, weight, sum(map(self._length, rows)), slots)
+        return torch.stack([sums[0], norm.to(sums.dtype)])
+
+    def _check(self, health: tuple[int, Tensor] | None) -> None:
+        if health is None or bool(torch.isfinite(health[1]).all()):
+            return
+        step, (loss, norm) = health[0], health[1].tolist()
+        raise JetspecError(
+            "training.loss",
+            f"{loss} (gradient norm {norm}) at step {step}",
+            "not finite; lower training.learning_rate, then run again from the last checkpoint",
+        )
+
+    def _report(self, done: int, norm: float, estimate: bool) -> None:
+        metrics = {
+            "step": float(done),
+            **self.window.metrics(),
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "grad_norm": norm,
+            "epoch": self.schedule.epoch(done),
+        }
+        if self.distiller.head.edges is None:
+            del metrics["edge_loss"]
+        if estimate:
+            metrics["tau_estimate"] = self._estimate_tau()
+        self.window = self._new_window()
+        self.curve.append(metrics)
+        self.report(done, metrics)
+
+    def _estimate_tau(self) -> float:
+        """tau of greedy chain rounds replayed on held-out samples, which the ranks share out."""
+        head = self.head
+        if isinstance(self.model, FSDPModule):
+            head = full_head(self.distiller, head).to(self.device)
+        head.eval()
+        chosen = self.heldout[: self.config.estimate_samples][self.world.rank :: self.world.size]
+        replays = replay_corpus(self.target, head, self.corpus, chosen, self.states)
+        head.train()
+        totals = [sum(r.committed for r in replays), sum(r.rounds for r in replays)]
+        committed, rounds = self.world.sum(torch.tensor(totals, device=self.device)).tolist()
+        return committed / rounds
+
+    def _save(self, done: int) -> None:
+        save_checkpoint(
+            self.directory,
+            done,
+            self.distiller,
+            self.head,
+            self.optimizer,
+            {"curve": self.curve, "window": self.window.state(), "seconds": self._seconds()},
+            world=self.world,
+            config_hash=self.config_hash,
+            target_fingerprint=self.target.fingerprint,
+        )
+
+    def _resume(self) -> int:
+        checkpoint = latest_checkpoint(self.directory, self.config_hash)
+        if checkpoint is None:
+            return 0
+        load_checkpoint(checkpoint, self.distiller, self.optimizer)
+        self.curve = list(checkpoint.state["curve"])
+        self.began -= checkpoint.state["seconds"]
+        kept = dict(checkpoint.state["window"])
+        kept["sums"] = torch.tensor(kept["sums"], device=self.device)
+        self.window = Window(**kept)
+        return checkpoint.step
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _new_window(self) -> Window:
+        return Window(Statistics.zero(self.maker.depth, self.device).sums)
+
+    def _length(self, row: tuple[int, ...]) -> int:
+        return int(self.corpus.lengths[np.asarray(row)].sum())
+
+    def _hidden_states(self) -> HiddenStates:
+        if self.config.hidden_states == "online":
+            return OnlineTeacher(self.target, self.head.taps)
+        return HiddenCache(
+            self.corpus,
+            self.target,
+            self.head.taps,
+            limit_gb=self.config.cache_limit_gb,
+            copies=self.world.local_size,
+        )
+
+    def _wrapped(self) -> nn.Module:
+        if self.world.size == 1:
+            return self.distiller
+        if self.config.strategy == "ddp":
+            devices = [self.device] if self.device.type == "cuda" else None
+            return DistributedDataParallel(self.distiller, device_ids=devices)
+        # The compute dtype is autocast's affair on a GPU; sums over ranks stay fp32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self.device.type == "cuda" else None,
+            reduce_dtype=torch.float32,
+        )
+        for layer in self.head.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(self.distiller, mp_policy=policy)
+        return self.distiller
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients cross ranks once a step, at its last micro batch."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        elif isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", dtype=torch.bfloat16)

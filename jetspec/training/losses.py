@@ -1,0 +1,315 @@
+"""Distillation losses over a vocabulary that never exists in full for the whole batch.
+
+Slots are taken `chunk_tokens` at a time; a chunk's gradient is formed while its logits exist, and
+only [slots, d] gradients are kept. The teacher's distribution is recomputed from its last hidden
+state, once for all the slots of a chunk that share it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetspec.heads.edges import MarkovEdges, renormalise
+from jetspec.training.blocks import Chunk
+from jetspec.training.config import LossConfig
+
+Project = Callable[[Tensor], Tensor]
+
+
+class Candidates(NamedTuple):
+    """What path scores train on: each slot's top K, the true token always among them.
+
+    Attributes:
+        tokens: long [M, K].
+        log_q: fp32 [M, K], under the slot (T = 1), without gradient.
+        log_p: fp32 [M, K], under the teacher (T = 1).
+    """
+
+    tokens: Tensor
+    log_q: Tensor
+    log_p: Tensor
+
+
+class Distillation(NamedTuple):
+    """Sums over the M slots; divide by the sum of weights.
+
+    Attributes:
+        loss: scalar with gradient.
+        hits: fp32 [M], 1 where the head's best token is the teacher's.
+        candidates: for path scores, or None.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    candidates: Candidates | None
+
+
+def distil(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    slots: Tensor,
+    teachers: Tensor,
+    shared: Tensor,
+    chunks: Sequence[Chunk],
+    labels: Tensor,
+    weights: Tensor,
+    project: Project,
+    config: LossConfig,
+    *,
+    with_candidates: bool = False,
+) -> Distillation:
+    """Weighted sum over slots of the configured loss (arXiv 2606.18394, eq. 14, numerator).
+
+    Args:
+        hidden: [S, d], the head's output for every slot of the batch.
+        teacher_hidden: [P, d], the target's last hidden states.
+        slots: long [M], rows of `hidden` that carry a loss.
+        teachers: long [U], rows of `teacher_hidden` that teach some slot.
+        shared: long [M], ascending: which of them teaches each slot.
+        chunks: see `Batch`.
+        labels: long [M], the target's own tokens.
+        weights: fp32 [M].
+        project: the target's output projection, hidden -> fp32 logits; its gradient reaches hidden.
+        with_candidates: also return what path scores train on.
+    """
+    result = _ChunkedDistillation.apply(
+        hidden, teacher_hidden, slots, teachers, shared, chunks, labels, weights,
+        project, config, with_candidates,
+    )  # fmt: skip
+    loss, hits, *found = result
+    return Distillation(loss, hits, Candidates(*found) if with_candidates else None)
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        teacher_hidden: Tensor,
+        slots: Tensor,
+        teachers: Tensor,
+        shared_all: Tensor,
+        chunks: Sequence[Chunk],
+        labels: Tensor,
+        weights: Tensor,
+        project: Project,
+        config: LossConfig,
+        with_candidates: bool,
+    ) -> tuple[Tensor, ...]:
+        gradient = torch.zeros_like(hidden)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        hits, found = [], []
+        measure = _compiled_slot_losses() if hidden.is_cuda else slot_losses
+        for begin, end, first, last in chunks:
+            here = slice(begin, end)
+            shared = shared_all[here] - first
+            # `project` chooses its own dtype; what follows it is fp32.
+            with torch.autocast(hidden.device.type, enabled=False):
+                with torch.enable_grad():
+                    chunk = hidden[slots[here]].detach().requires_grad_()
+                    logits = project(chunk)  # [m, V]
+                student = logits.detach()
+                taught = project(teacher_hidden[teachers[first:last]])  # [u, V]
+                label, weight = labels[here], weights[here]
+                measured = measure(
+                    student, taught, shared, label, weight, config.kind, config.temperature
+                )
+                loss += measured.loss
+                hits.append(measured.hits)
+                if with_candidates:
+                    found.append(_candidates(student, taught, shared, label, measured, config))
+                (d_chunk,) = torch.autograd.grad(logits, chunk, measured.gradient)
+            gradient[slots[here]] = d_chunk
+            del logits, student, taught, measured
+        ctx.save_for_backward(gradient)
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        outputs = [loss, torch.cat([empty, *hits])]
+        if with_candidates:
+            outputs += _concatenate(found, config.edge_candidates, hidden.device)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_loss, *([None] * 10)
+
+
+class SlotLosses(NamedTuple):
+    """Of a chunk of m slots taught by u positions.
+
+    Attributes:
+        loss: scalar, weighted sum.
+        gradient: [m, V], of that sum with respect to the student's logits.
+        hits: fp32 [m], 1 where the best tokens agree.
+        student_lse: [m]; teacher_lse: [u]; log-sum-exp of the logits at T = 1.
+    """
+
+    loss: Tensor
+    gradient: Tensor
+    hits: Tensor
+    student_lse: Tensor
+    teacher_lse: Tensor
+
+
+def slot_losses(
+    student: Tensor,
+    taught: Tensor,
+    shared: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    kind: str,
+    temperature: float,
+) -> SlotLosses:
+    """Loss and gradient in closed form, with as few passes over the vocabulary as will do.
+
+    Args:
+        student: fp32 [m, V]; taught: fp32 [u, V]; both logits.
+        shared: long [m], the row of `taught` that teaches each slot.
+        labels: long [m]; weights: fp32 [m].
+    """
+    student_best, taught_best = student.argmax(-1), taught.argmax(-1)
+    hits = (student_best == taught_best[shared]).float()
+    q, student_lse = _softmax(student, student_best)
+    p, teacher_lse = _softmax(taught, taught_best)
+    if kind == "hard_labels":
+        rows = student_lse - student.gather(1, labels[:, None])[:, 0]
+        gradient = q.scatter_add(1, labels[:, None], -torch.ones_like(rows)[:, None])
+        gradient = gradient * weights[:, None]
+        return SlotLosses((rows * weights).sum(), gradient, hits, student_lse, teacher_lse)
+    lse_q, lse_p = student_lse, teacher_lse
+    if temperature != 1:
+        student, taught = student / temperature, taught / temperature
+        q, lse_q = _softmax(student, student_best)
+        p, lse_p = _softmax(taught, taught_best)
+    p, gap = p[shared], (lse_q - lse_p[shared])[:, None] - student + taught[shared]  # log p - log q
+    scale = (weights * temperature)[:, None]
+    if kind == "forward_kl":
+        # KL(p || q) = sum p (log p - log q); d/dz_q = (q - p) / T
+        rows = (p * gap).sum(-1)
+        gradient = (q - p) * scale
+    else:
+        # KL(q || p) = sum q (log q - log p); d/dz_q = q (log q - log p - KL) / T
+        rows = -(q * gap).sum(-1)
+        gradient = q * (-gap - rows[:, None]) * scale
+    loss = (rows * weights).sum() * temperature**2
+    return SlotLosses(loss, gradient, hits, student_lse, teacher_lse)
+
+
+def _softmax(logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax [n, V] and log-sum-exp [n]: the latter read off the likeliest token, `best`."""
+    probabilities = logits.softmax(-1)
+    largest = probabilities.gather(1, best[:, None])[:, 0]
+    return probabilities, logits.gather(1, best[:, None])[:, 0] - largest.log()
+
+
+@functools.cache
+def _compiled_slot_losses() -> Callable[..., SlotLosses]:
+    # Eager, a dozen passes over [m, V] cost more than the projections.
+    return torch.compile(slot_losses, dynamic=True)
+
+
+def _candidates(
+    student: Tensor,
+    taught: Tensor,
+    shared: Tensor,
+    labels: Tensor,
+    measured: SlotLosses,
+    config: LossConfig,
+) -> Candidates:
+    best, tokens = top_k(student, min(config.edge_candidates, student.shape[-1]))  # [m, K]
+    missing = ~(tokens == labels[:, None]).any(-1)
+    tokens[:, -1] = torch.where(missing, labels, tokens[:, -1])
+    best[:, -1] = torch.where(missing, student.gather(1, labels[:, None])[:, 0], best[:, -1])
+    log_p = taught[shared[:, None], tokens] - measured.teacher_lse[shared, None]
+    return Candidates(tokens, best - measured.student_lse[:, None], log_p)
+
+
+def top_k(values: Tensor, count: int, group: int = 64) -> tuple[Tensor, Tensor]:
+    """(values, indices) [m, K] of the largest entries of [m, V], largest first.
+
+    The K largest lie in the K groups with the largest maxima, so only those are sorted: a
+    fraction of `topk` over a whole vocabulary.
+    """
+    groups = values.shape[-1] // group
+    if groups <= count:
+        return values.topk(count, dim=-1)
+    whole = values[:, : groups * group].unflatten(-1, (groups, group))
+    chosen = whole.amax(-1).topk(count, dim=-1).indices  # [m, K]
+    inside = whole.gather(1, chosen[..., None].expand(-1, -1, group)).flatten(1)
+    offsets = torch.arange(group, device=values.device)
+    places = (chosen[..., None] * group + offsets).flatten(1)
+    rest = torch.arange(groups * group, values.shape[-1], device=values.device)
+    inside = torch.cat([inside, values[:, groups * group :]], dim=1)
+    places = torch.cat([places, rest.expand(len(values), -1)], dim=1)
+    best, order = inside.topk(count, dim=-1)
+    return best, places.gather(1, order)
+
+
+def _concatenate(found: list[Candidates], count: int, device: torch.device) -> list[Tensor]:
+    if found:
+        return [torch.cat(field) for field in zip(*found, strict=True)]
+    shape, float32 = (0, count), torch.float32
+    return [
+        torch.zeros(shape, dtype=torch.long, device=device),
+        torch.zeros(shape, dtype=float32, device=device),
+        torch.zeros(shape, dtype=float32, device=device),
+    ]
+
+
+def edge_loss(
+    edges: MarkovEdges,
+    candidates: Candidates,
+    hidden: Tensor,
+    parents: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    embed: Project,
+    config: LossConfig,
+) -> Tensor:
+    """Weighted sum of the path scores' loss, teacher-forced: the parent is the true token.
+
+    KL over each slot's candidates between the teacher and slot log-probability + S, both
+    renormalised there; with hard labels, cross-entropy of the true token. Slot scores and hidden
+    states are constants here: path scores never bend the head they correct.
+
+    Args:
+        hidden: [M, d], detached slot hidden states.
+        parents: long [M], the true token before each slot's own.
+        labels: long [M]; weights: fp32 [M].
+        embed: the target's embedding.
+    """
+    tokens, log_q, log_p = candidates
+    children, place = torch.unique(tokens, return_inverse=True)
+    factors = edges.child_factors(embed(children))  # [unique, r]: a token's row is projected once
+    parent = edges.parent_factors(embed(parents))
+    gate = edges.gate(hidden)
+    if gate is not None:
+        parent = parent * gate
+    total = (
+        0 * (parent.sum() + factors.sum()).float()
+    )  # every parameter has a gradient, even at M = 0
+    for begin in range(0, len(tokens), 8 * config.chunk_tokens):
+        here = slice(begin, begin + 8 * config.chunk_tokens)
+        bias = torch.utils.checkpoint.checkpoint(
+            _pair_scores, parent[here], factors, place[here], use_reentrant=False
+        )
+        scores = renormalise(log_q[here], bias)
+        scores = scores - torch.logsumexp(log_q[here], dim=-1, keepdim=True)  # [m, K], sums to one
+        if config.kind == "hard_labels":
+            true = (tokens[here] == labels[here, None]).float()
+            rows = -(true * scores).sum(-1)
+        else:
+            log_t = F.log_softmax(log_p[here], dim=-1)
+            rows = (log_t.exp() * (log_t - scores)).sum(-1)
+        total = total + (rows * weights[here]).sum()
+    return total
+
+
+def _pair_scores(parent: Tensor, factors: Tensor, place: Tensor) -> Tensor:
+    """parent [m, r], factors [u, r], place [m, K] -> S [m, K]."""
+    return torch.einsum("mr,mkr->mk", parent, factors[place])

@@ -1,0 +1,206 @@
+"""The head stage: samples in, a finished head directory out.
+
+One process a worker calls `distil_head`: alone (`python -m jetspec train`), under torchrun, or in a
+Ray Train worker.
+"""
+
+from typing import Any
+
+import torch
+
+from jetspec import __version__
+from jetspec.config import RunConfig
+from jetspec.errors import JetspecError
+from jetspec.heads.config import HeadConfig
+from jetspec.heads.doctor import require_fit, training_record
+from jetspec.heads.formats import load_head, save_head
+from jetspec.heads.parallel import ParallelHead, new_head
+from jetspec.records import environment
+from jetspec.samples import read_samples
+from jetspec.stages import StageResult
+from jetspec.storage import (
+    content_hash,
+    filesystem,
+    is_complete,
+    join,
+    read_manifest,
+    stage_uri,
+    write_json,
+    write_manifest,
+)
+from jetspec.targets.load import load_target, target_fingerprint
+from jetspec.targets.target import Target
+from jetspec.training.loop import Report, TrainResult, train
+from jetspec.training.world import World
+
+
+def head_key(config: RunConfig, fingerprint: str, samples_uri: str, warm_start: str | None) -> str:
+    """Hash of everything that shapes the head.
+
+    Raises:
+        JetspecError: the samples or the warm start are not complete.
+    """
+    return content_hash(
+        {
+            "code_version": __version__,
+            "target": fingerprint,
+            "samples": _files(samples_uri, "samples"),
+            "head": config.head.model_dump(mode="json"),
+            "training": config.training.shaping(),
+            "enable_thinking": config.regeneration.enable_thinking,
+            "warm_start": None if warm_start is None else _files(warm_start, "head"),
+        }
+    )
+
+
+def head_stage(
+    config: RunConfig, samples_uri: str, warm_start: str | None
+) -> tuple[StageResult, bool]:
+    """(where the stage's output is or will be, whether it is there already)."""
+    key = head_key(config, target_fingerprint(config.target), samples_uri, warm_start)
+    uri = stage_uri(config.storage, "heads", key)
+    if not is_complete(uri):
+        return StageResult("head", uri, key, reused=False), False
+    manifest = read_manifest(uri, kind="head")
+    return StageResult("head", uri, key, reused=True, facts=_facts(manifest)), True
+
+
+def distil_head(
+    config: RunConfig,
+    samples_uri: str,
+    *,
+    warm_start: str | None = None,
+    world: World = World(),
+    report: Report = lambda step, metrics: None,
+) -> StageResult:
+    """Train the run's head and write its directory, or reuse it when it is there.
+
+    Every process of `world` calls this; rank 0 writes. A run that was broken off resumes from its
+    last checkpoint.
+
+    Args:
+        warm_start: a head directory whose weights training starts from; None starts fresh. The
+            word `champion` of the run file has to be looked up in the registry by the caller.
+
+    Raises:
+        JetspecError: incomplete samples, a warm start that does not fit, or what `train` raises.
+    """
+    if warm_start == "champion":
+        raise JetspecError(
+            "training.warm_start", warm_start, "needs the registry; give a directory"
+        )
+    stage, done = head_stage(config, samples_uri, warm_start)
+    if done:
+        return stage
+    target = load_target(config.target)
+    align_weights(target)
+    head = starting_head(config.head, target, warm_start, config.training.seed)
+    checkpoints = stage_uri(config.storage, "checkpoints", stage.key)
+    result = train(
+        config.training,
+        head,
+        target,
+        read_samples(samples_uri),
+        directory=checkpoints,
+        world=world,
+        report=report,
+    )
+    facts: dict[str, Any] = {}
+    if world.rank == 0:
+        facts = _write(config, stage, target, result, samples_uri, warm_start, world)
+        fs, path = filesystem(checkpoints)
+        fs.rm(path, recursive=True)
+    world.sum(torch.zeros(1, device=target.device))  # nobody leaves before the manifest is there
+    return StageResult("head", stage.uri, stage.key, reused=False, facts=facts)
+
+
+def align_weights(target: Target) -> None:
+    """Copy weights that lie askew in memory.
+
+    Matrix products on a CPU round by alignment, and a file's tensors lie where its header happens
+    to end: without this, a resumed run could differ from an unbroken one in the last bit.
+    """
+    if target.device.type == "cpu":
+        for parameter in target.model.parameters():
+            if parameter.data_ptr() % 64:
+                parameter.data = parameter.data.clone()
+
+
+def starting_head(
+    config: HeadConfig, target: Target, warm_start: str | None, seed: int
+) -> ParallelHead:
+    """Fresh weights, or those of `warm_start`.
+
+    Path scores may be fresh where the warm start has none; in everything else its shape must be
+    the run's.
+
+    Raises:
+        JetspecError: the first setting in which they differ.
+    """
+    head = new_head(config, target, seed)
+    if warm_start is None:
+        return head
+    start = load_head(warm_start)
+    require_fit(start, target, warm_start)
+    added = {"edge_rank", "edge_gate"} if start.edges is None else set()
+    ours, theirs = (h.config.model_dump(exclude=added) for h in (head, start))
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise JetspecError(
+                f"head.{name}", value, f"the warm start {warm_start} has {theirs[name]}; set that"
+            )
+    # Path scores that the start lacks keep their fresh weights.
+    head.load_state_dict(start.state_dict(), strict=False)
+    return head
+
+
+def _write(
+    config: RunConfig,
+    stage: StageResult,
+    target: Target,
+    result: TrainResult,
+    samples_uri: str,
+    warm_start: str | None,
+    world: World,
+) -> dict[str, Any]:
+    record = training_record(target, enable_thinking=config.regeneration.enable_thinking)
+    save_head(result.head, stage.uri, target_fingerprint=target.fingerprint, training=record)
+    devices = "gpu" if target.device.type == "cuda" else "cpu"
+    facts = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "samples_uri": samples_uri,
+        "samples_key": _files(samples_uri, "samples"),
+        "warm_start": warm_start,
+        "tau_estimate": result.tau_estimate,
+        "steps": result.steps,
+        "parameters": sum(p.numel() for p in result.head.parameters()),
+        "counts": result.counts,
+        "seconds": round(result.seconds, 3),
+        "worker_seconds": round(result.seconds * world.size, 3),
+        f"{devices}_hours": result.seconds * world.size / 3600,
+        "workers": world.size,
+        "loss": result.curve[-1]["loss"] if result.curve else None,
+    }
+    settings = config.model_dump(mode="json", include={"target", "head", "training"})
+    write_json(
+        join(stage.uri, "training.json"),
+        {
+            "curve": result.curve,
+            "facts": facts,
+            "config": settings,
+            "environment": environment(),
+        },
+    )
+    write_manifest(stage.uri, kind="head", config_hash=stage.key, **facts)
+    return facts
+
+
+def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
+    own = {"kind", "code_version", "config_hash", "files"}
+    return {key: value for key, value in manifest.items() if key not in own}
+
+
+def _files(directory: str, kind: str) -> str:
+    """Hash of a complete directory's contents."""
+    return content_hash(read_manifest(directory, kind=kind)["files"])

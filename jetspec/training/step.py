@@ -1,0 +1,107 @@
+"""The part of a training step that has gradients: one module, so that DDP and FSDP2 can wrap it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from jetspec.heads.parallel import ParallelHead
+from jetspec.targets.target import Target
+from jetspec.training.blocks import Batch, attention_mask
+from jetspec.training.config import LossConfig
+from jetspec.training.losses import distil, edge_loss
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums of one or more batches; they add up over batches and workers.
+
+    Attributes:
+        sums: fp32 [2 + 2 D]: weighted loss, weighted edge loss, then per depth the slots whose
+            best token is the teacher's, and the slots.
+    """
+
+    sums: Tensor
+
+    @classmethod
+    def zero(cls, depth: int, device: torch.device) -> "Statistics":
+        return cls(torch.zeros(2 + 2 * depth, device=device))
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        return Statistics(self.sums + other.sums)
+
+    def metrics(self, weight: float) -> dict[str, float]:
+        """Means of one step; `weight` is its sum of loss weights over all workers."""
+        values = self.sums.tolist()
+        hits, counts = values[2:][: len(values) // 2 - 1], values[len(values) // 2 + 1 :]
+        means = {"loss": values[0] / weight, "edge_loss": values[1] / weight}
+        for depth, (hit, count) in enumerate(zip(hits, counts, strict=True), start=1):
+            means[f"accuracy_{depth}"] = hit / count if count else 0.0
+        return means
+
+
+class Distiller(nn.Module):
+    """The head under training, from a batch and the teacher's hidden states to a loss.
+
+    Args:
+        head: the trained part.
+        target: lends its embedding and its output projection, both frozen.
+    """
+
+    def __init__(self, head: ParallelHead, target: Target, config: LossConfig) -> None:
+        super().__init__()
+        self.head = head
+        self.config = config
+        self._target = target
+
+    def forward(self, batch: Batch, taps: Tensor, teacher_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss summed over slots with their weights, sums for `Statistics`).
+
+        Args:
+            taps: [R, T, n·d]; teacher_hidden: [R, T, d].
+        """
+        head, target, config = self.head, self._target, self.config
+        depth = batch.block_size - 1
+        causal = head.config.mask == "causal"
+        hidden = head(
+            head.fuse(taps),
+            batch.positions,
+            target.embed(batch.slot_ids(head.mask_token_id)),
+            batch.slot_positions(),
+            attention_mask(batch, causal=causal),
+        ).flatten(0, 1)  # [R * A * block, d]
+        chosen = batch.slots - batch.slots // batch.block_size - 1  # among slots that have a loss
+        labels = batch.labels.flatten()[chosen]
+        weights = batch.weights.flatten()[chosen]
+        result = distil(
+            hidden,
+            teacher_hidden.flatten(0, 1),
+            batch.slots,
+            batch.teachers,
+            batch.shared,
+            batch.chunks,
+            labels,
+            weights,
+            target.project,
+            config,
+            with_candidates=head.edges is not None,
+        )
+        loss, edge = result.loss, torch.zeros_like(result.loss)
+        if head.edges is not None:
+            assert result.candidates is not None
+            edge = edge_loss(
+                head.edges,
+                result.candidates,
+                hidden.detach()[batch.slots],
+                batch.parents().flatten()[chosen],
+                labels,
+                weights,
+                target.embed,
+                config,
+            )
+            loss = loss + config.edge_weight * edge
+        places = batch.slots % batch.block_size - 1
+        hits = result.hits.new_zeros(depth).index_add_(0, places, result.hits)
+        counts = result.hits.new_zeros(depth).index_add_(0, places, torch.ones_like(result.hits))
+        means = torch.stack([result.loss.detach(), edge.detach()])
+        return loss, torch.cat([means, hits, counts])

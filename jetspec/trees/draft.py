@@ -1,0 +1,63 @@
+"""What a drafter hands to a tree builder: each slot's candidates and the edges between them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Candidates of D slots and the log-probability of every edge between neighbouring slots.
+
+    One abstraction holds the released method and its repairs: `slot` scoring (arXiv 2606.18394
+    eq. 6) has equal rows, since a slot's distribution does not know the parent; `path` scoring
+    (eq. 10) has a row of its own for every parent.
+
+    Attributes:
+        tokens: long [B, D, K], the candidates of each slot, best first.
+        edge_scores: float [B, D, K, K], log q(child j at slot d | parent i at slot d - 1). At slot
+            0 the parent is the anchor: row 0 is used. -inf marks a candidate that does not exist.
+    """
+
+    tokens: Tensor
+    edge_scores: Tensor
+
+    def __post_init__(self) -> None:
+        batch, depth, width = self.tokens.shape
+        if self.edge_scores.shape != (batch, depth, width, width):
+            raise ValueError(
+                f"edge_scores {tuple(self.edge_scores.shape)} must be [B, D, K, K] for tokens "
+                f"{tuple(self.tokens.shape)}"
+            )
+
+    @property
+    def depth(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[2]
+
+    @classmethod
+    def from_slot_logits(cls, logits: Tensor, width: int) -> "Draft":
+        """Slot scoring: the `width` best tokens of log_softmax(logits) in every slot.
+
+        Args:
+            logits: [B, D, V]; slot d predicts the token at depth d + 1.
+            width: candidates a slot, at most V of them exist.
+        """
+        best, tokens = logits.float().topk(min(width, logits.shape[-1]), dim=-1)  # [B, D, K]
+        log_q = best - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+        return cls.from_slot_scores(tokens, log_q)
+
+    @classmethod
+    def from_slot_scores(cls, tokens: Tensor, log_q: Tensor) -> "Draft":
+        """Slot scoring from candidates [B, D, K] and their log-probabilities [B, D, K]."""
+        width = tokens.shape[-1]
+        return cls(tokens, log_q[:, :, None, :].expand(-1, -1, width, -1))
+
+    def narrow(self, width: int, depth: int | None) -> "Draft":
+        """The first `depth` slots (None: all) with their `width` best candidates."""
+        tokens = self.tokens[:, :depth, :width]
+        return Draft(tokens, self.edge_scores[:, :depth, :width, :width])

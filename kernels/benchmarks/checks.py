@@ -1,0 +1,120 @@
+"""Every kernel against its reference on the card, and the bits that must not depend on shapes."""
+
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from kernels import reference
+from kernels.benchmarks.attention import Problem
+from kernels.benchmarks.inputs import random_edges
+from kernels.commit import accept_greedy, compact_kv
+from kernels.norms import add_rms_norm
+from kernels.small_gemm import GemmPlan, small_gemm
+from kernels.topk import topk_logsumexp
+from kernels.tree_attention import Plan, tree_attention
+from kernels.tree_build import build_best_first, pack_ancestors
+
+BF16 = torch.bfloat16
+
+
+def attention_checks() -> Iterator[tuple[str, float, float]]:
+    """(what, error, allowed)."""
+    for batch, nodes, context in [(1, 1, 1000), (3, 17, 700), (1, 129, 2100), (2, 600, 333)]:
+        problem = Problem(batch, nodes, context)
+        problem.cache.prefix.sub_(torch.arange(batch, device="cuda", dtype=torch.int32) * 77)
+        yield f"attention {batch}x{nodes} after {context}", problem.error(), 1e-2
+
+
+def bit_checks() -> Iterator[tuple[str, float, float]]:
+    """Largest difference between launches that must agree bit for bit."""
+    problem = Problem(1, 129, 3000)
+    keys, values = problem.cache.layers[0]
+    args = (keys, values, problem.cache.table, problem.cache.prefix)
+
+    def run(rows: int, plan: Plan) -> torch.Tensor:
+        counts = torch.full_like(problem.counts, rows)
+        return tree_attention(
+            problem.q[:, :rows].contiguous(), *args, counts, problem.bits[:, :rows].contiguous(),
+            max_context=4000, plan=plan, exact=True, exact=True,
+        )  # fmt: skip
+
+    base = run(129, Plan(128, 64, 8, 3))
+    for rows, plan in [
+        (129, Plan(64, 64, 4, 2)), (129, Plan(128, 64, 8, 3, True)),
+        (1, Plan(64, 64, 4, 3)), (17, Plan(128, 64, 8, 2)),
+    ]:  # fmt: skip
+        difference = float((run(rows, plan).float() - base[:, :rows].float()).abs().max())
+        yield f"attention bits, {rows} rows, {plan}", difference, 0.0
+    w = torch.randn(1024, 4096, device="cuda", dtype=BF16)
+    x = torch.randn(200, 4096, device="cuda", dtype=BF16)
+    base = small_gemm(x, w, parts=2)
+    for m, shape in [
+        (1, (16, 64, 128, 4, 4)), (16, (16, 128, 64, 4, 5)), (33, (64, 128, 128, 4, 3)),
+        (128, (128, 256, 64, 8, 3)), (77, (128, 128, 64, 8, 4, True)), (64, (64, 64, 64, 4, 5)),
+    ]:  # fmt: skip
+        out = small_gemm(x[:m].contiguous(), w, parts=2, plan=GemmPlan(*shape))
+        yield f"product bits, {m} rows, {shape}", float((out - base[:, :m]).abs().max()), 0.0
+
+
+def exact_checks() -> Iterator[tuple[str, float, float]]:
+    """Integer results: the number of cases that differ from the reference."""
+    logits = torch.randn(9, 151936, device="cuda").mul(4).round().to(BF16)
+    ours, theirs = topk_logsumexp(logits, 32), reference.topk_logsumexp(logits, 32)
+    differing = sum(int((a != b).sum()) for a, b in zip(ours[:2], theirs[:2], strict=True))
+    yield "top-k with ties", differing, 0
+    yield "log-sum-exp", float((ours[2] - theirs[2]).abs().max()), 1e-3
+    wrong = 0
+    for depth, width, budget in [
+        (4, 8, 20),
+        (15, 32, 128),
+        (7, 32, 1024),
+        (40, 5, 256),
+        (15, 32, 16),
+    ]:
+        tokens, edges = random_edges(4, depth, width, path=True)
+        edges = (edges * 2).round() / 2  # many equal scores
+        anchors = torch.arange(4, device="cuda")
+        tree = build_best_first(tokens, edges, anchors, budget)
+        cpu = [x.cpu() for x in (tokens, edges, anchors)]
+        expected = reference.build_best_first(*cpu, budget)
+        built = (tree.tokens, tree.parents, tree.depths, tree.scores, tree.sizes)
+        wrong += sum(not torch.equal(a.cpu(), b) for a, b in zip(built, expected, strict=True))
+        bits = pack_ancestors(tree.parents, tree.sizes, depth).cpu()
+        wrong += not torch.equal(
+            bits, reference.pack_ancestors(*[x.cpu() for x in (tree.parents, tree.sizes)], depth)
+        )
+        following = tree.tokens.roll(-3, 1)
+        walked = accept_greedy(tree.tokens, tree.parents, tree.sizes, following, depth)
+        args = [x.cpu() for x in (tree.tokens, tree.parents, tree.sizes, following)]
+        expected = reference.accept_greedy(*args, depth)
+        wrong += sum(not torch.equal(a.cpu(), b) for a, b in zip(walked, expected, strict=True))
+    yield "trees, bits and acceptance with ties", wrong, 0
+    kv = torch.randn(5, 2, 24, 8, 64, 128, device="cuda", dtype=BF16)
+    table = torch.randperm(24, device="cuda").view(3, 8).int()
+    prefix = torch.tensor([120, 64, 311], device="cuda", dtype=torch.int32)
+    path = torch.arange(16, device="cuda").mul(torch.tensor([[1], [3], [8]], device="cuda"))
+    lengths = torch.tensor([16, 16, 9], device="cuda")
+    expected_kv = reference.compact_kv(kv, table, prefix, path, lengths)
+    compact_kv(kv, table, prefix, path, lengths)
+    yield "compaction", float((kv != expected_kv).sum()), 0
+    x, residual = torch.randn(2, 7, 4096, device="cuda", dtype=BF16)
+    weight = torch.randn(4096, device="cuda", dtype=BF16)
+    pair = zip(
+        add_rms_norm(x, residual, weight, 1e-6),
+        reference.add_rms_norm(x, residual, weight, 1e-6),
+        strict=True,
+    )
+    yield "norm", max(float((a.float() - b.float()).abs().max()) for a, b in pair), 0.07
+
+
+def run() -> list[dict[str, object]]:
+    """All checks; each record says what was compared, the error, and whether it passed."""
+    out = []
+    for check in (attention_checks, exact_checks, bit_checks):
+        try:
+            for what, error, allowed in check():
+                out.append({"check": what, "error": error, "passed": bool(error <= allowed)})
+        except Exception:  # the tables still run; the command fails
+            out.append({"check": check.__name__, "error": traceback.format_exc(), "passed": False})
+    return out

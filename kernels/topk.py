@@ -1,0 +1,140 @@
+"""Logits to the W best tokens and the log-sum-exp of each row.
+
+Log-probabilities of the whole vocabulary are never written: log q of a candidate is its logit
+minus the row's log-sum-exp. Equal logits go to the lower token id. The first pass reads every
+chunk of the vocabulary once; only the W chunks with the best maxima can hold one of the W best, and
+the second pass orders those alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 2048
+"""Vocabulary entries a program reduces; part of the log-sum-exp's reduction order."""
+_NONE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def pack(value, index):
+    """int64 keys that order by value, then by LOWER index."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def unpack(key):
+    """(value fp32, index int32) of a packed key."""
+    ordered = (key >> 32).to(tl.int32)
+    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    index = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+    return bits.to(tl.float32, bitcast=True), index
+
+
+@triton.jit
+def _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK: tl.constexpr):
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    at = logits_ptr + row.to(tl.int64) * stride + token
+    logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return logits, tl.where(token < vocab, pack(logits, token), _NONE)
+
+
+@triton.jit
+def _chunk_max(logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    logits, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
+    best = tl.max(keys, 0)
+    top, _ = unpack(best)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(best_ptr + row * chunks + chunk, best)
+    tl.store(sum_ptr + row * chunks + chunk, tl.sum(tl.exp(logits - base), 0))
+
+
+@triton.jit
+def _chunk_best(
+    logits_ptr, best_ptr, keys_ptr, vocab, stride, chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    others = tl.arange(0, CHUNKS)
+    bests = tl.load(best_ptr + row * chunks + others, mask=others < chunks, other=_NONE)
+    mine = tl.load(best_ptr + row * chunks + chunk)
+    place = tl.sum((bests > mine).to(tl.int32), 0)
+    # A chunk with `WIDTH` better chunks before it holds none of the row's best.
+    if place < WIDTH:
+        _, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
+        out = keys_ptr + (row * WIDTH + place) * WIDTH
+        for rank in tl.range(0, WIDTH):
+            best = tl.max(keys, 0)
+            tl.store(out + rank, best)
+            keys = tl.where(keys == best, _NONE, keys)
+
+
+@triton.jit
+def _merge_best(
+    keys_ptr, best_ptr, sum_ptr, values_ptr, tokens_ptr, lse_ptr, chunks,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS)
+    bests = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=_NONE)
+    sums = tl.load(sum_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    tops, _ = unpack(bests)
+    tops = tl.where(chunk < chunks, tops, float("-inf"))
+    best = tl.max(bests, 0)
+    top, token = unpack(best)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(lse_ptr + row, top + tl.log(tl.sum(sums * tl.exp(tops - base), 0)))
+    tl.store(values_ptr + row * WIDTH, top)
+    tl.store(tokens_ptr + row * WIDTH, token)
+    if WIDTH > 1:
+        at = tl.arange(0, KEYS)
+        held = tl.minimum(chunks, WIDTH) * WIDTH
+        keys = tl.load(keys_ptr + row * WIDTH * WIDTH + at, mask=at < held, other=_NONE)
+        for rank in tl.range(1, WIDTH):
+            keys = tl.where(keys == best, _NONE, keys)
+            best = tl.max(keys, 0)
+            value, token = unpack(best)
+            tl.store(values_ptr + row * WIDTH + rank, value)
+            tl.store(tokens_ptr + row * WIDTH + rank, token)
+
+
+def topk_logsumexp(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `width` best logits of each row, best first, their ids, and the row's log-sum-exp.
+
+    Args:
+        logits: [R, V], any float type, unit stride along V; width <= V.
+
+    Returns:
+        values fp32 [R, width], tokens int64 [R, width], lse fp32 [R].
+    """
+    rows, vocab = logits.shape
+    if not 1 <= width <= min(vocab, CHUNK) or logits.stride(1) != 1:
+        raise ValueError(f"width {width} of a vocabulary of {vocab}: not supported")
+    chunks = triton.cdiv(vocab, CHUNK)
+    device = logits.device
+    best = torch.empty(rows, chunks, dtype=torch.int64, device=device)
+    total = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    values = torch.empty(rows, width, dtype=torch.float32, device=device)
+    tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    _chunk_max[(chunks, rows)](
+        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=4
+    )
+    keys = best
+    padded = triton.next_power_of_2(chunks)
+    if width > 1:
+        keys = torch.empty(rows, width, width, dtype=torch.int64, device=device)
+        _chunk_best[(chunks, rows)](
+            logits, best, keys, vocab, logits.stride(0), chunks,
+            WIDTH=width, CHUNK=CHUNK, CHUNKS=padded, num_warps=4,
+        )  # fmt: skip
+    _merge_best[(rows,)](
+        keys, best, total, values, tokens, lse, chunks,
+        WIDTH=width, KEYS=triton.next_power_of_2(width * width), CHUNKS=padded, num_warps=4,
+    )  # fmt: skip
+    return values, tokens, lse

@@ -1,0 +1,321 @@
+"""Attention of a draft tree's rows over a paged KV cache (paper eq. 8), without a dense bias.
+
+Every sequence has a committed prefix of n rows in its pages, and the rows of this round (root and
+draft nodes, or one token, or a chunk of a prompt) behind it at n, n + 1, .... Node v sees the
+prefix, its ancestors and itself: prefix tiles carry no mask, the tiles from the prefix's last one
+on test one packed bit per (node, row of this round).
+
+The query heads that share a KV head are stacked: row r of a KV head is node r // group, head
+r % group. Keys are cut at fixed positions into splits that run side by side; each leaves an
+unnormalised output with its maximum and sum, and a second kernel merges them in a fixed order.
+The cuts depend on a sequence's own prefix length, and a tile's columns are always the same
+positions: neither the rest of the batch nor a capture's shapes change a row's bits. `exact` takes
+the same cuts for any number of nodes too; otherwise many rows are cut less often than few.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MERGE = 8
+"""Splits merged at once; a constant of the reduction order, not a tuning knob."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch shape. Only `tile` is part of the reduction order; keep it equal to compare bits.
+
+    Attributes:
+        rows: query rows (nodes x group) a program.
+        tile: KV rows a step; at most the page size.
+        warps, stages: Triton's.
+        descriptors: read tiles with the bulk copy engine instead of per-thread copies.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+
+
+def plan_for(nodes: int, group: int, page_size: int) -> Plan:
+    """The measured choice (docs/kernels.md) for a launch of `nodes` rows a sequence."""
+    tile = min(page_size, 64)
+    if nodes * group <= 64:
+        return Plan(rows=64, tile=tile, warps=4, stages=4)
+    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
+
+
+def splits_for(rows: int, exact: bool) -> tuple[int, int]:
+    """(shortest split in rows of KV, most splits of a prefix) for `rows` = nodes x group.
+
+    A split doubles with the context until that many cover the prefix. Few rows need many splits to
+    fill the card; with many rows the partial results cost more than they bring.
+    """
+    return (256, 24) if exact or rows <= 64 else (512, 12)
+
+
+@triton.jit
+def split_size(prefix, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """KV rows a split for a prefix of this length: SPLIT, doubled until MAX_SPLITS are enough."""
+    size = SPLIT
+    while size * MAX_SPLITS < prefix:
+        size = size * 2
+    return size
+
+
+@triton.jit
+def _tile(source, line, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """[T, H]: the rows of one head from `line` on, of a cache seen as [rows, head_dim]."""
+    if DESCRIPTORS:
+        tile = source.load([line, 0])
+    else:
+        at = source + line.to(tl.int64) * HEAD_DIM
+        offsets = tl.arange(0, TILE)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tile = tl.load(at + offsets)
+    return tile
+
+
+@triton.jit
+def _step(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
+    """Fold one tile into the running output. q [R, H], k [T, H], v [T, H], allowed bool [R, T]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing yet has top -inf: subtracting 0 keeps NaN out of exp2(-inf).
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(scores - base[:, None])
+    keep = tl.exp2(top - base)
+    acc = acc * keep[:, None]
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_top, total * keep + tl.sum(weight, 1)
+
+
+@triton.jit
+def _tile_words(bits, first, WORDS: tl.constexpr, node_ok, chunk: tl.constexpr):
+    """uint32 [R]: the 32 ancestor bits of each row for tree rows first + 32*chunk and on."""
+    word = (first >> 5) + chunk
+    low = tl.load(bits + word, mask=node_ok & (word >= 0) & (word < WORDS), other=0)
+    high = tl.load(bits + word + 1, mask=node_ok & (word + 1 >= 0) & (word + 1 < WORDS), other=0)
+    low = low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    shift = (first & 31).to(tl.uint64)
+    return (((high << 32) | low) >> shift).to(tl.uint32)
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, counts_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
+    scale, max_pages, nodes, batch,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    tiles_of_rows = tl.cdiv(nodes * GROUP, ROWS)
+    row_tile = tl.program_id(0) % tiles_of_rows
+    head = tl.program_id(0) // tiles_of_rows
+    split = tl.program_id(1)
+    seq = tl.program_id(2)
+
+    prefix = tl.load(prefix_ptr + seq)
+    count = tl.load(counts_ptr + seq)
+    size = split_size(prefix, SPLIT, MAX_SPLITS)
+    low = split * size
+    high = tl.minimum(low + size, prefix + count)
+    first_row = row_tile * ROWS
+    if (low < high) & (first_row < count * GROUP):
+        rows = first_row + tl.arange(0, ROWS)
+        node = rows // GROUP
+        live = node < count
+        dims = tl.arange(0, HEAD_DIM)
+        cols = tl.arange(0, TILE)
+        # [B, N, KV_HEADS, GROUP, HEAD_DIM]: query heads of one KV head are neighbours.
+        flat = ((seq * nodes + node) * KV_HEADS + head) * GROUP + rows % GROUP
+        q = tl.load(q_ptr + flat[:, None] * HEAD_DIM + dims, mask=live[:, None], other=0.0)
+        acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+
+        if CAUSAL:
+            high = tl.minimum(high, prefix + (first_row + ROWS - 1) // GROUP + 1)
+        pages_ptr += seq * max_pages
+        last = tl.maximum(high - 1, 0) // PAGE
+        # The page of the next step is read one step ahead: tiles then wait for no other load.
+        page = tl.load(pages_ptr + tl.minimum(low // PAGE, last))
+        unmasked = tl.minimum(high, prefix // TILE * TILE)
+        for start in tl.range(low, unmasked, TILE):
+            line = (page * KV_HEADS + head) * PAGE + start % PAGE
+            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
+            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+            acc, top, total = _step(q, k, v, acc, top, total, live[:, None], scale, False)
+
+        node_bits = bits_ptr + (seq * nodes + node) * WORDS
+        for start in tl.range(tl.maximum(low, unmasked), high, TILE, num_stages=2):
+            line = (page * KV_HEADS + head) * PAGE + start % PAGE
+            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
+            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+            if CAUSAL:
+                allowed = (start + cols)[None, :] <= prefix + node[:, None]
+            else:
+                words = tl.zeros((ROWS, TILE), tl.uint32)
+                for chunk in tl.static_range((TILE + 31) // 32):
+                    part = _tile_words(node_bits, start - prefix, WORDS, live, chunk)
+                    words = tl.where((cols // 32 == chunk)[None, :], part[:, None], words)
+                bit = (words >> (cols & 31).to(tl.uint32)[None, :]) & 1
+                allowed = (start + cols < prefix)[None, :] | (bit != 0)
+            acc, top, total = _step(q, k, v, acc, top, total, allowed, scale, True)
+
+        flat += split * batch * nodes * KV_HEADS * GROUP
+        tl.store(top_ptr + flat, top, mask=live)
+        tl.store(sum_ptr + flat, total, mask=live)
+        tl.store(out_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
+
+
+@triton.jit
+def _merge(
+    part_ptr, top_ptr, sum_ptr, prefix_ptr, counts_ptr, out_ptr, nodes, batch,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MERGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    node = row // HEADS % nodes
+    seq = row // HEADS // nodes
+    prefix = tl.load(prefix_ptr + seq)
+    count = tl.load(counts_ptr + seq)
+    used = tl.cdiv(prefix + count, split_size(prefix, SPLIT, MAX_SPLITS))
+    used = tl.where(node < count, used, 0)  # a padding row gets zeros
+    dims = tl.arange(0, HEAD_DIM)
+    rows_in_all = batch * nodes * HEADS
+    acc = tl.zeros((HEAD_DIM,), tl.float32)
+    total = tl.zeros((), tl.float32)
+    top = tl.full((), float("-inf"), tl.float32)
+    for first in tl.range(0, used, MERGE):
+        splits = first + tl.arange(0, MERGE)
+        at = splits * rows_in_all + row
+        tops = tl.load(top_ptr + at, mask=splits < used, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=splits < used, other=0.0)
+        part = tl.load(
+            part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims,
+            mask=(splits < used)[:, None],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(tops - base)
+        keep = tl.exp2(top - base)
+        acc = acc * keep + tl.sum(part * weight[:, None], 0)
+        total = total * keep + tl.sum(sums * weight, 0)
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty))
+
+
+def splits_needed(nodes: int, max_context: int, split: int, max_splits: int) -> int:
+    """Splits to launch when no sequence's prefix plus rows exceeds `max_context`."""
+    return min(-(-max_context // split), max_splits + -(-nodes // split))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Partial results of the splits: out [S, rows, head_dim] fp32, top and total [S, rows]."""
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+    @classmethod
+    def allocate(cls, splits: int, rows: int, head_dim: int, device: torch.device) -> "Workspace":
+        """rows: batch x nodes x query heads."""
+        return cls(
+            torch.empty(splits, rows, head_dim, dtype=torch.float32, device=device),
+            torch.empty(splits, rows, dtype=torch.float32, device=device),
+            torch.empty(splits, rows, dtype=torch.float32, device=device),
+        )
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    prefix_lengths: Tensor,
+    node_counts: Tensor,
+    ancestor_bits: Tensor | None,
+    *,
+    max_context: int,
+    scale: float | None = None,
+    plan: Plan | None = None,
+    split: int | None = None,
+    max_splits: int | None = None,
+    exact: bool = False,
+    workspace: Workspace | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale) v under the tree's mask, [B, N, heads, head_dim].
+
+    Args:
+        q: [B, N, heads, head_dim], contiguous; rows from node_counts[b] on are padding.
+        keys, values: [pages, kv_heads, page_size, head_dim] of one layer, finite everywhere (a
+            masked value is multiplied by 0). This round's rows are already written.
+        page_table: int32 [B, max_pages].
+        prefix_lengths: int32 [B], committed rows n; this round's row v lies at n + v.
+        node_counts: int32 [B], rows of this round, at most N.
+        ancestor_bits: int32 [B, N, words] from `tree_build.pack_ancestors`: bit u % 32 of word
+            u // 32 says that row v may see row u. None is causal: row v sees rows 0..v.
+        max_context: no prefix plus rows is longer; sizes the grid and the workspace.
+        scale: 1 / sqrt(head_dim) when None.
+        split, max_splits: other cuts than `splits_for` gives. With `max_splits` large they lie at
+            multiples of `split` whatever the length.
+        exact: cuts that do not depend on the number of nodes.
+
+    Raises:
+        ValueError: shapes that the kernel has no path for.
+    """
+    batch, nodes, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
+    group = heads // kv_heads
+    plan = plan or plan_for(nodes, group, page_size)
+    usual = splits_for(nodes * group, exact)
+    split, max_splits = split or usual[0], max_splits or usual[1]
+    if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
+        raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")
+    if page_size % plan.tile or split % plan.tile or plan.tile & (plan.tile - 1):
+        raise ValueError(f"tile {plan.tile} must divide page {page_size} and split {split}")
+    splits = splits_needed(nodes, max_context, split, max_splits)
+    if workspace is None:
+        workspace = Workspace.allocate(splits, batch * nodes * heads, head_dim, q.device)
+    if out is None:
+        out = torch.empty_like(q)
+    scale = head_dim**-0.5 if scale is None else scale
+    words = 1 if ancestor_bits is None else ancestor_bits.shape[-1]
+    row_tiles = triton.cdiv(nodes * group, plan.rows)
+    if plan.descriptors:
+        block = [plan.tile, head_dim]
+        key_source = TensorDescriptor.from_tensor(keys.view(-1, head_dim), block)
+        value_source = TensorDescriptor.from_tensor(values.view(-1, head_dim), block)
+    else:
+        key_source, value_source = keys, values
+    _attend[(row_tiles * kv_heads, splits, batch)](
+        q, key_source, value_source, page_table, prefix_lengths, node_counts,
+        prefix_lengths if ancestor_bits is None else ancestor_bits,
+        workspace.out, workspace.top, workspace.total,
+        scale * 1.4426950408889634, page_table.shape[1], nodes, batch,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
+        CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
+        ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    _merge[(batch * nodes * heads,)](
+        workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,
+        nodes, batch, HEADS=heads, HEAD_DIM=head_dim, SPLIT=split, MAX_SPLITS=max_splits,
+        MERGE=MERGE, num_warps=1,
+    )  # fmt: skip
+    return out

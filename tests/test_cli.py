@@ -1,0 +1,223 @@
+"""Both command lines, from a tiny target to a champion that answers a prompt."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import generate_view, promote, tracking
+from flows.cli import app
+from flows.registered import ChampionRecord
+from jetspec.config import load_config, parse_config
+from tests.workspace import Workspace, invoke, one_line
+
+COMMANDS = [
+    "up",
+    "down",
+    "run",
+    "generate",
+    "regenerate",
+    "train",
+    "evaluate",
+    "compare",
+    "promote",
+    "rollback",
+    "registry",
+    "doctor",
+    "targets",
+    "export",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, str, str]:
+    """Samples, a head and an evaluation, made by the library's commands; head and evaluation."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("project"))
+    samples = workspace.stage("regenerate", workspace.run)["uri"]
+    head = workspace.stage("train", workspace.run, samples)["uri"]
+    evaluation = workspace.stage("evaluate", workspace.run, head)
+    assert evaluation["facts"]["summary"]["output_checks"]["failed"] == 0
+    return workspace, head, evaluation["uri"]
+
+
+@pytest.fixture(scope="module")
+def registered(made: tuple[Workspace, str, str]) -> Workspace:
+    """The head registered as version 1; a random head need not pass the gates."""
+    workspace, head, evaluation = made
+    config = load_config(workspace.run)
+    with tracking.pipeline_run(config) as run:
+        result = promote.promote_head(config, head, evaluation, run=run)
+    gates = {reason["gate"]: reason for reason in result.facts["reasons"]}
+    assert gates["doctor"]["passed"], gates
+    assert gates["lossless"]["passed"], gates
+    return workspace
+
+
+def jetspec(workspace: Workspace, *arguments: str) -> Any:
+    return invoke(app, *arguments, "--storage", str(workspace.root / "runs"))
+
+
+def test_every_command_of_the_product_is_there_and_explains_itself() -> None:
+    listed = invoke(app, "--help").output
+    for command in COMMANDS:
+        assert f" {command} " in listed
+        assert invoke(app, command, "--help").exit_code == 0
+
+
+def test_help_does_not_import_the_heavy_packages() -> None:
+    program = (
+        "import sys\nfrom flows.cli import app\napp(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'ray', 'prefect', 'mlflow', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_second_evaluation_measures_nothing_again(made: tuple[Workspace, str, str]) -> None:
+    workspace, head, evaluation = made
+    again = workspace.stage("evaluate", workspace.run, head)
+    assert again["reused"]
+    assert again["uri"] == evaluation
+
+
+def test_doctor_passes_a_good_head_and_fails_one_of_another_target(
+    made: tuple[Workspace, str, str],
+) -> None:
+    workspace, head, _ = made
+    good = workspace.library("doctor", head, "--target", str(workspace.root / "target"))
+    assert good.exit_code == 0, good.output
+    assert "FAIL" not in good.output
+    bad = workspace.library("doctor", str(workspace.root), "--target", f"{workspace.root}/target")
+    assert bad.exit_code == 1
+    assert "FAIL" in bad.output
+
+
+def test_an_export_loads_again_and_a_full_directory_is_left_alone(
+    made: tuple[Workspace, str, str], tmp_path: Path
+) -> None:
+    workspace, head, _ = made
+    target = str(workspace.root / "target")
+    out = str(tmp_path / "speculators")
+    options = ("--format", "speculators", "--dtype", "fp32", "--target", target)
+    assert workspace.library("export", head, out, *options).exit_code == 0
+    assert workspace.library("doctor", out, "--target", target).exit_code == 0
+    assert "not empty" in one_line(workspace.library("export", head, out, *options))
+
+
+def test_targets_shows_shape_and_fingerprint(made: tuple[Workspace, str, str]) -> None:
+    workspace, _, _ = made
+    shown = workspace.stage("targets", str(workspace.root / "target"))
+    assert shown["num_hidden_layers"] == 3
+    assert len(shown["fingerprint"]) == 64
+
+
+def test_a_version_its_gates_refused_is_promoted_only_by_force(registered: Workspace) -> None:
+    shown = jetspec(registered, "compare", "--json")
+    version = json.loads(shown.stdout)["versions"][0]
+    assert version["aliases"] == ["challenger"]
+    assert "gates said no" in one_line(jetspec(registered, "promote"))
+    assert "no champion" in one_line(jetspec(registered, "registry", "show"))
+    forced = jetspec(registered, "promote", "--force", "--json")
+    assert json.loads(forced.stdout)["aliases"] == ["challenger", "champion"]
+
+
+def test_registry_show_gives_metrics_and_lineage_to_a_script(registered: Workspace) -> None:
+    jetspec(registered, "promote", "--force")
+    shown = json.loads(jetspec(registered, "registry", "show", "--json").stdout)
+    assert shown["metrics"]["tau"] >= 1
+    assert shown["lineage"]["target"]["source"] == str(registered.root / "target")
+    assert len(shown["lineage"]["target_fingerprint"]) == 64
+    assert shown["serving_table"]["rows"]
+    listed = json.loads(jetspec(registered, "registry", "list", "--json").stdout)
+    assert listed == {shown["name"]: 1}
+    assert "tau" in jetspec(registered, "registry", "show").output
+    assert "champion" in jetspec(registered, "compare").output
+
+
+def test_generate_answers_with_the_champion_as_plain_decoding_would(registered: Workspace) -> None:
+    from jetspec.decode import decode
+    from jetspec.targets.load import load_target
+
+    jetspec(registered, "promote", "--force")
+    options = ("--max-new-tokens", "12")
+    done = jetspec(registered, "generate", "what is a tree?", *options, "--json")
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    target = load_target(load_config(registered.run).target)
+    prompt = target.render([{"role": "user", "content": "what is a tree?"}])
+    plain = decode(target, [prompt], max_new_tokens=12).generations[0]
+    assert shown["tokens"] == plain.tokens
+    assert sum(shown["rounds"]) == len(plain.tokens) - 1
+    assert shown["tau"] == pytest.approx(sum(shown["rounds"]) / len(shown["rounds"]))
+    seen = jetspec(registered, "generate", "what is a tree?", *options)
+    assert "tau " in seen.output
+    assert "tok/s" in seen.output
+
+
+def test_a_first_champion_cannot_be_rolled_back(registered: Workspace) -> None:
+    jetspec(registered, "promote", "--force")
+    assert "first champion" in one_line(jetspec(registered, "rollback"))
+
+
+def test_an_unknown_model_names_those_there_are(registered: Workspace) -> None:
+    line = one_line(jetspec(registered, "compare", "--model", "jetspec-nope"))
+    assert "jetspec-target" in line
+
+
+def test_a_registry_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    line = one_line(invoke(app, "registry", "show", "--storage", str(tmp_path / "none")))
+    assert "holds no MLflow records" in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.service.down", interrupt)
+    assert invoke(app, "down").exit_code == 130
+
+
+def words(tokens: list[int]) -> str:
+    """A decoder whose third and fourth token are halves of one character."""
+    data = [b"a", b" b", "é".encode()[:1], "é".encode()[1:], b"!"]
+    return b"".join(data[token] for token in tokens).decode(errors="replace")
+
+
+def test_pieces_join_to_the_text_and_a_split_character_goes_to_the_round_that_ends_it() -> None:
+    pieces = generate_view.pieces([0, 1, 2, 3, 4], [2, 2], words)
+    assert pieces == ["a", " b", "é!"]
+
+
+def test_pieces_leave_out_a_round_that_only_committed_the_stop_token() -> None:
+    assert generate_view.pieces([0, 1], [1, 1], words) == ["a", " b", ""]
+
+
+def test_rounds_next_to_each_other_differ_in_colour() -> None:
+    choice = generate_view.Choice("best_first", 4, "as asked")
+    answer = generate_view.Answer([0], [1, 1], ["a", "b", "c"], 1.0, "stop", choice)
+    text = generate_view.colored(answer)
+    assert text.plain == "abc"
+    assert len({str(span.style) for span in text.spans}) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "builder", "budget"),
+    [
+        ([{"batch_size": 1, "method": "tree", "builder": "algorithm1", "budget": 32}], None,
+         "algorithm1", 32),
+        ([{"batch_size": 1, "method": "plain", "builder": None, "budget": 0}], None,
+         "best_first", 16),
+        ([], 7, "best_first", 7),
+    ],
+)  # fmt: skip
+def test_generate_takes_the_budget_of_the_serving_table_unless_one_is_asked_for(
+    rows: list[dict[str, Any]], asked: int | None, builder: str, budget: int
+) -> None:
+    champion = ChampionRecord("n", 1, "m", "/h", "f", {}, {}, {"rows": rows}, {}, [], None)
+    choice = generate_view.choose(champion, parse_config({}), asked)
+    assert (choice.builder, choice.budget) == (builder, budget)

@@ -1,0 +1,128 @@
+"""Every kernel compiles for sm_90 at a served model's shapes, on a machine without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import torch
+from kernels import aot, commit, mlp, norms, rope, small_gemm, topk, tree_attention, tree_build
+
+BF16 = torch.bfloat16
+
+
+def bf16(*shape):
+    return torch.empty(shape, dtype=BF16)
+
+
+def longs(*shape):
+    return torch.zeros(shape, dtype=torch.long)
+
+
+def record(module, *names):
+    recorders = [aot.Recorder(getattr(module, name)) for name in names]
+    for name, recorder in zip(names, recorders):
+        setattr(module, name, recorder)
+    return recorders
+
+
+def attention(nodes, head_dim, causal, descriptors):
+    plan = tree_attention.plan_for(nodes, 4, 64)
+    plan = tree_attention.Plan(plan.rows, plan.tile, plan.warps, plan.stages, descriptors)
+    kv = bf16(4, 8, 64, head_dim)
+    ints = torch.zeros(2, dtype=torch.int32)
+    bits = None if causal else torch.zeros(2, nodes, -(-nodes // 32), dtype=torch.int32)
+    tree_attention.tree_attention(
+        bf16(2, nodes, 32, head_dim), kv, kv, ints.view(2, 1), ints, ints, bits,
+        max_context=8192, plan=plan,
+    )
+
+
+def attention_all():
+    attention(1, 128, True, False)
+    attention(1, 64, True, False)
+    attention(129, 128, False, False)
+    attention(129, 64, False, False)
+    attention(129, 128, False, True)
+
+
+def gemm_all():
+    for m in (1, 64, 129):
+        small_gemm.small_gemm(bf16(m, 4096), bf16(6144, 4096))
+    plan = small_gemm.GemmPlan(16, 128, 64, 4, 4, True)
+    small_gemm.small_gemm(bf16(16, 4096), bf16(6144, 4096), plan=plan)
+
+
+def tree_all():
+    for batch, depth, budget in ((1, 15, 128), (16, 15, 16)):
+        edges = torch.empty(batch, depth, 1, 32).expand(-1, -1, 32, -1)
+        tree_build.build_best_first(longs(batch, depth, 32), edges, longs(batch), budget)
+    tree_build.pack_ancestors(longs(2, 129), longs(2), 15)
+
+
+def commit_all():
+    args = longs(2, 129), longs(2, 129), longs(2), longs(2, 129), 15
+    path, lengths, _ = commit.accept_greedy(*args)
+    commit.accept_greedy(*args, longs(2))
+    ints = torch.zeros(2, dtype=torch.int32)
+    commit.compact_kv(bf16(2, 2, 4, 8, 64, 128), ints.view(2, 1), ints, path, lengths)
+
+
+def topk_all():
+    topk.topk_logsumexp(bf16(2, 151936), 1)
+    topk.topk_logsumexp(bf16(2, 151936), 32)
+
+
+def fusion_all():
+    norms.add_rms_norm(torch.empty(4, 2, 4096), bf16(2, 4096), bf16(4096), 1e-6)
+    mlp.silu_mul(bf16(2, 24576))
+    for m, parts in ((1, (2,)), (16, ())):
+        kv = bf16(4, 8, 64, 128)
+        ints = torch.zeros(m, dtype=torch.int32)
+        qkv = torch.empty(*parts, m, 6144)
+        rope.qkv_to_cache(
+            qkv, kv, kv, torch.empty(64, 128), ints, ints, heads=32, q_norm=bf16(128),
+            k_norm=bf16(128),
+        )
+
+
+CASES = {
+    "attention": (attention_all, tree_attention, "_attend", "_merge"),
+    "gemm": (gemm_all, small_gemm, "_product"),
+    "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
+    "commit": (commit_all, commit, "_accept", "_compact"),
+    "topk": (topk_all, topk, "_chunk_max", "_chunk_best", "_merge_best"),
+    "fusions": (fusion_all, norms, "_add_rms_norm"),
+}
+import sys
+case, module, *names = CASES[sys.argv[1]]
+recorders = record(module, *names)
+if sys.argv[1] == "fusions":
+    recorders += record(mlp, "_silu_mul") + record(rope, "_qkv_to_cache")
+case()
+for recorder in recorders:
+    assert recorder.compiled, recorder.kernel
+    for compiled in recorder.compiled:
+        assert compiled.asm["cubin"], recorder.kernel
+        print(recorder.kernel.__name__, ".target sm_90a" in compiled.asm["ptx"],
+              "wgmma" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("kernel", ["attention", "gemm", "trees", "commit", "topk", "fusions"])
+def test_compiles_for_hopper(kernel) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kernel],
+        capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1], env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines and all(target == "True" for _, target, _ in lines)
+    # The matrix kernels use Hopper's own matrix instruction, whatever the number of rows: another
+    # instruction would sum in another order.
+    products = [wgmma for name, _, wgmma in lines if name in ("_attend", "_product")]
+    assert all(wgmma == "True" for wgmma in products)

@@ -1,0 +1,99 @@
+"""Top-k, the matrix product and the fusions against their references, in the interpreter."""
+
+import pytest
+import torch
+
+from tests.test_kernels_setup import interpreted
+
+reference = interpreted("kernels.reference")
+topk = interpreted("kernels.topk")
+norms = interpreted("kernels.norms")
+mlp = interpreted("kernels.mlp")
+rope = interpreted("kernels.rope")
+gemm = interpreted("kernels.small_gemm")
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((ours.float() - theirs.float()).abs().max() <= tolerance)
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(40, 1), (40, 40), (5000, 8), (9001, 32), (2048, 3)])
+def test_topk_takes_the_lower_id_of_equal_logits(vocab, width) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, vocab, generator=generator).mul(3).round()  # many ties
+    logits[1, ::7] = -torch.inf
+    logits[2, 0] = -0.0
+    values, tokens, lse = topk.topk_logsumexp(logits, width)
+    expected = reference.topk_logsumexp(logits, width)
+    assert torch.equal(values, expected[0])
+    assert torch.equal(tokens, expected[1])
+    assert close(lse, expected[2])
+
+
+def test_topk_reads_strided_rows() -> None:
+    wide = torch.randn(4, 5000)
+    _, tokens, _ = topk.topk_logsumexp(wide[:, :4000], 5)
+    assert torch.equal(tokens, wide[:, :4000].topk(5).indices)
+
+
+@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("residual", [True, False])
+def test_add_rms_norm(parts, residual) -> None:
+    x = torch.randn(5, 48) if parts is None else torch.randn(parts, 5, 48)
+    skip = torch.randn(5, 48) if residual else None
+    weight = torch.randn(48)
+    ours = norms.add_rms_norm(x, skip, weight, 1e-6)
+    theirs = reference.add_rms_norm(x, skip, weight, 1e-6)
+    assert all(close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_silu_mul_sums_parts_first() -> None:
+    x = torch.randn(2, 3, 2 * 1100)
+    assert close(mlp.silu_mul(x), reference.silu_mul(x))
+    assert close(mlp.silu_mul(x[0]), reference.silu_mul(x[0]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2 bias", "qwen3 norms", "parts"])
+def test_qkv_to_cache_writes_rotated_keys_and_skips_negative_rows(kind) -> None:
+    heads, kv_heads, dim, rows = 6, 2, 16, 5
+    shape = (rows, (heads + 2 * kv_heads) * dim)
+    qkv = torch.randn(3, *shape) if kind == "parts" else torch.randn(shape)
+    options = {}
+    if kind == "qwen2 bias":
+        options["bias"] = torch.randn(shape[1])
+    if kind == "qwen3 norms":
+        options["q_norm"], options["k_norm"] = torch.randn(2, dim)
+    table, positions = torch.randn(50, dim), torch.tensor([4, 0, 49, 7, 7])
+    cache_rows = torch.tensor([0, -1, 17, 31, 8])
+    ours = torch.randn(2, 4, kv_heads, 8, dim)
+    theirs = ours.clone()
+    args = (table, positions, cache_rows)
+    q = rope.qkv_to_cache(qkv, *ours, *args, heads=heads, **options)
+    expected = reference.qkv_to_cache(qkv, *theirs, *args, heads=heads, **options)
+    assert close(q, expected)
+    assert close(ours, theirs)
+    assert (ours != theirs).sum() == 0 or close(ours, theirs)
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 40])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_small_gemm(m, parts, descriptors) -> None:
+    x, w = torch.randn(m, 128), torch.randn(70, 128)
+    plan = gemm.GemmPlan(16, 32, 32, 4, 2, descriptors)
+    out = gemm.small_gemm(x, w, parts=parts, plan=plan)
+    assert out.shape == ((m, 70) if parts == 1 else (parts, m, 70))
+    total = out if parts == 1 else out.sum(0)
+    assert close(total, reference.small_gemm(x, w), 5e-5)
+
+
+def test_the_cuts_of_k_follow_the_weight_and_fill_the_card() -> None:
+    assert gemm.parts_for(151936, 4096) == 1
+    assert gemm.parts_for(4096, 12288) == 4
+    for n, k in [(4096, 4096), (6144, 4096), (896, 4864), (1152, 896)]:
+        assert k % (gemm.parts_for(n, k) * 128) == 0
+
+
+def test_small_gemm_refuses_a_k_it_cannot_cut() -> None:
+    with pytest.raises(ValueError, match="K 100"):
+        gemm.small_gemm(torch.randn(2, 100), torch.randn(8, 100), parts=1)

@@ -1,0 +1,181 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jetspec.heads.edges import MarkovEdges
+from jetspec.training.blocks import plan_chunks
+from jetspec.training.config import LossConfig
+from jetspec.training.losses import distil, edge_loss, top_k
+
+KINDS = ("forward_kl", "reverse_kl", "hard_labels")
+
+
+def problem(seed=0, slots=13, positions=6, size=8, vocabulary=20):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shared = torch.randint(positions, (slots,), generator=generator).sort().values
+    shared = torch.unique(shared, return_inverse=True)[1]
+    return {
+        "hidden": normal(slots + 4, size).float(),
+        "teacher": normal(positions + 3, size).float(),
+        "weight": normal(vocabulary, size).float(),
+        "slots": torch.randperm(slots + 4, generator=generator)[:slots],
+        "teachers": torch.randperm(positions + 3, generator=generator)[: int(shared.max()) + 1],
+        "shared": shared,
+        "labels": torch.randint(vocabulary, (slots,), generator=generator),
+        "weights": torch.rand(slots, generator=generator),
+    }
+
+
+def run(p, config, project=None, **options):
+    hidden = p["hidden"].clone().requires_grad_()
+    project = project or (lambda h: h @ p["weight"].T)
+    chunks = plan_chunks(p["shared"].numpy(), config.chunk_tokens)
+    result = distil(
+        hidden, p["teacher"], p["slots"], p["teachers"], p["shared"], chunks, p["labels"],
+        p["weights"], project, config, **options,
+    )  # fmt: skip
+    result.loss.backward()
+    return result, hidden.grad
+
+
+def direct(p, config):
+    """The same loss, written as the formula over full logits."""
+    hidden = p["hidden"].double().requires_grad_()
+    t = config.temperature
+    z_q = hidden[p["slots"]] @ p["weight"].double().T
+    z_p = p["teacher"].double()[p["teachers"][p["shared"]]] @ p["weight"].double().T
+    log_q, log_p = (z_q / t).log_softmax(-1), (z_p / t).log_softmax(-1)
+    if config.kind == "forward_kl":
+        rows = t**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif config.kind == "reverse_kl":
+        rows = t**2 * (log_q.exp() * (log_q - log_p)).sum(-1)
+    else:
+        rows = F.cross_entropy(z_q, p["labels"], reduction="none")
+    loss = (rows * p["weights"]).sum()
+    loss.backward()
+    hits = (z_q.argmax(-1) == z_p.argmax(-1)).float()
+    return loss, hidden.grad, hits
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_loss_equals_the_direct_one(kind, temperature):
+    config = LossConfig(kind=kind, temperature=temperature, chunk_tokens=4)
+    for seed in range(3):
+        p = problem(seed)
+        result, gradient = run(p, config)
+        loss, expected, hits = direct(p, config)
+        torch.testing.assert_close(result.loss.double(), loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(result.hits, hits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunk_size_does_not_change_the_loss(kind):
+    p = problem()
+    results = [run(p, LossConfig(kind=kind, chunk_tokens=size)) for size in (1, 5, 100)]
+    for result, gradient in results[1:]:
+        torch.testing.assert_close(result.loss, results[0][0].loss)
+        torch.testing.assert_close(gradient, results[0][1])
+
+
+def test_no_more_than_a_chunk_of_vocabulary_rows_exists_at_a_time():
+    p, seen = problem(slots=40), []
+
+    def project(hidden):
+        seen.append(len(hidden))
+        return hidden @ p["weight"].T
+
+    run(p, LossConfig(chunk_tokens=8), project, with_candidates=True)
+    assert max(seen) <= 8 and len(seen) == 2 * 5
+
+
+def test_teacher_is_computed_once_for_slots_that_share_it():
+    p, taught = problem(slots=30, positions=3), []
+    p["teacher"] = p["teacher"] + 100  # tells teacher rows from slots
+
+    def project(hidden):
+        taught.append(len(hidden) if float(hidden.detach().mean()) > 50 else 0)
+        return hidden @ p["weight"].T
+
+    run(p, LossConfig(chunk_tokens=100), project)
+    assert sum(taught) == len(p["teachers"]) <= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_without_slots_gives_zero_gradients(kind):
+    p = problem()
+    for name in ("slots", "teachers", "shared", "labels", "weights"):
+        p[name] = p[name][:0]
+    result, gradient = run(p, LossConfig(kind=kind), with_candidates=True)
+    assert float(result.loss.detach()) == 0 and not gradient.any()
+
+
+def test_true_token_is_always_among_the_candidates():
+    p = problem(slots=40, positions=30)
+    result, _ = run(p, LossConfig(edge_candidates=3, chunk_tokens=7), with_candidates=True)
+    tokens, log_q, log_p = result.candidates
+    assert (tokens == p["labels"][:, None]).any(-1).all()
+    z_q = p["hidden"][p["slots"]] @ p["weight"].T
+    z_p = p["teacher"][p["teachers"][p["shared"]]] @ p["weight"].T
+    torch.testing.assert_close(log_q, z_q.log_softmax(-1).gather(1, tokens))
+    torch.testing.assert_close(log_p, z_p.log_softmax(-1).gather(1, tokens))
+    best = z_q.topk(3, dim=-1).indices
+    kept = (best == p["labels"][:, None]).any(-1)
+    assert kept.any() and not kept.all()
+    assert torch.equal(tokens[kept], best[kept]) and torch.equal(tokens[:, :2], best[:, :2])
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("kind", ["forward_kl", "hard_labels"])
+def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
+    p, vocabulary, size = problem(vocabulary=20), 20, 8
+    config = LossConfig(kind=kind, edge_candidates=4, chunk_tokens=1)
+    result, _ = run(p, config, with_candidates=True)
+    torch.manual_seed(1)
+    edges = MarkovEdges(size, 3, gate=gate)
+    for parameter in edges.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    embedding = torch.randn(vocabulary, size)
+    parents = torch.randint(vocabulary, p["labels"].shape)
+    hidden = p["hidden"][p["slots"]].requires_grad_()
+    loss = edge_loss(
+        edges, result.candidates, hidden.detach(), parents, p["labels"], p["weights"],
+        lambda ids: embedding[ids], config,
+    )  # fmt: skip
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in edges.parameters()]
+    edges.zero_grad()
+
+    tokens, log_q, log_p = result.candidates
+    unit = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
+    factors = unit[parents] @ edges.parent_proj.weight.T
+    if gate:
+        factors = factors * 2 * torch.sigmoid(hidden.detach() @ edges.gate_proj.weight.T)
+    children = unit[tokens] @ edges.child_proj.weight.T
+    log_s = (log_q + (factors[:, None] * children).sum(-1)).log_softmax(-1)
+    if kind == "hard_labels":
+        rows = -log_s[tokens == p["labels"][:, None]]
+    else:
+        target = log_p.softmax(-1)
+        rows = (target * (target.log() - log_s)).sum(-1)
+    expected = (rows * p["weights"]).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    for gradient, parameter in zip(gradients, edges.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+    assert hidden.grad is None
+
+
+@pytest.mark.parametrize("size", [5, 128, 130, 1000])
+def test_grouped_top_k_is_top_k(size):
+    values = torch.randn(6, size, generator=torch.Generator().manual_seed(size))
+    values[0, size // 2] = float("-inf")
+    for count in (1, 4, 5):
+        best, places = top_k(values, count, group=16)
+        expected = values.topk(count, dim=-1)
+        assert torch.equal(best, expected.values) and torch.equal(places, expected.indices)

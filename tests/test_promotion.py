@@ -1,0 +1,168 @@
+"""Gates: each refuses for its own reason, in words, and none passes for want of figures."""
+
+import pytest
+
+from jetspec.promotion import PromotionConfig, gates
+from tests.measured import failed, group, runner
+
+CONFIG = PromotionConfig(budget=16, bootstrap_samples=400)
+DOCTOR = [{"ok": True, "check": "rope", "detail": "equal"}]
+
+
+def head(tau=2.0, *, slices=("math", "code"), seconds=0.1, **facts):
+    return [
+        record
+        for name in slices
+        for record in group(
+            {("tree", 16): runner(tau=tau, round_seconds=seconds)}, slice_=name, **facts
+        )
+    ]
+
+
+def reason(verdict, gate):
+    return next(r for r in verdict.reasons if r.gate == gate)
+
+
+def on_gpu(records):
+    return [{**record, "device": "cuda:0"} for record in records]
+
+
+def test_first_head_above_one_is_promoted():
+    verdict = gates(head(2.0), None, DOCTOR, CONFIG)
+    assert verdict.promote, verdict.reasons
+    assert "there is no champion" in reason(verdict, "tau").detail
+
+
+def test_first_head_whose_interval_reaches_one_is_refused():
+    verdict = gates(head(1.0), None, DOCTOR, CONFIG)
+    assert not verdict.promote
+    assert not reason(verdict, "tau").passed
+
+
+def test_better_head_replaces_the_champion_on_the_shared_prompts():
+    verdict = gates(head(2.4), head(2.0), DOCTOR, CONFIG)
+    assert verdict.promote, verdict.reasons
+    assert "12 shared prompts" in reason(verdict, "tau").detail
+
+
+def test_equal_head_does_not_replace_the_champion():
+    verdict = gates(head(2.0), head(2.0), DOCTOR, CONFIG)
+    assert [r.gate for r in verdict.reasons if not r.passed] == ["tau"]
+
+
+def test_pairing_sees_a_small_gain_that_two_separate_intervals_would_miss():
+    # Prompts differ a lot, the new head is better on each of them.
+    hard = lambda name: 1.2 + 0.9 * int(name[-1])  # noqa: E731
+    harder = lambda name: 1.12 * hard(name)  # noqa: E731
+    ours, theirs = head(harder), head(hard)
+    verdict = gates(ours, theirs, DOCTOR, CONFIG)
+    alone = gates(theirs, None, DOCTOR, CONFIG)
+    assert reason(verdict, "tau").passed
+    low, high = (r for r in [theirs[2]["tau_ci"]][0])
+    assert low < ours[2]["tau"] < high
+    assert reason(alone, "tau").passed
+
+
+def test_a_slice_that_lost_too_much_blocks_a_better_average():
+    ours = head(4.0, slices=("math",)) + head(1.5, slices=("code",))
+    verdict = gates(ours, head(2.0), DOCTOR, CONFIG)
+    assert not reason(verdict, "slices").passed
+    assert "code" in reason(verdict, "slices").detail
+    lenient = CONFIG.model_copy(update={"max_slice_loss": 0.3})
+    assert reason(gates(ours, head(2.0), DOCTOR, lenient), "slices").passed
+
+
+def test_champion_of_another_target_is_set_aside_and_said_so():
+    theirs = head(9.0, target_fingerprint="a" * 64)
+    verdict = gates(head(2.0), theirs, DOCTOR, CONFIG)
+    assert verdict.promote
+    detail = reason(verdict, "tau").detail
+    assert "aaaaaaaaaaaa" in detail and "says nothing here" in detail
+
+
+def test_champion_on_no_shared_prompt_is_not_beaten_by_default():
+    verdict = gates(head(4.0), head(2.0, slices=("chat",)), DOCTOR, CONFIG)
+    assert not verdict.promote
+    assert not reason(verdict, "tau").passed and not reason(verdict, "slices").passed
+
+
+def test_lossy_cell_at_any_budget_blocks():
+    records = head(2.0)
+    wrong = group({("tree", 64): runner(tau=3.0, answer=lambda r, n: [9, 4] * (n // 2))})
+    verdict = gates(records + [r for r in wrong if r["method"] == "tree"], None, DOCTOR, CONFIG)
+    assert [r.gate for r in verdict.reasons if not r.passed] == ["lossless"]
+    assert "tree 64" in reason(verdict, "lossless").detail
+    assert "6 of 6 outputs differ" in reason(verdict, "lossless").detail
+
+
+def test_cells_without_an_output_check_do_not_count_as_lossless():
+    records = [{**r, "output_check": None} for r in head(2.0)]
+    assert not reason(gates(records, None, DOCTOR, CONFIG), "lossless").passed
+
+
+def test_lookup_alone_proves_nothing_about_the_head():
+    verdict = gates(group({("lookup", 10): runner(tau=2.0)}), None, DOCTOR, CONFIG)
+    assert not reason(verdict, "lossless").passed
+
+
+def test_out_of_memory_at_another_budget_does_not_block():
+    verdict = gates([*head(2.0), failed("tree", 256, "no memory")], None, DOCTOR, CONFIG)
+    assert verdict.promote
+
+
+def test_out_of_memory_at_the_judged_budget_blocks_with_its_reason():
+    records = [*head(2.0, slices=("code",)), failed("tree", 16, "no memory")]
+    verdict = gates(records, None, DOCTOR, CONFIG)
+    assert not reason(verdict, "measured").passed
+    assert "no memory" in reason(verdict, "measured").detail
+
+
+def test_no_records_promote_nothing():
+    verdict = gates([], None, [], CONFIG)
+    assert not verdict.promote
+    assert {r.gate for r in verdict.reasons if not r.passed} >= {"measured", "lossless", "doctor"}
+
+
+def test_a_failed_doctor_check_blocks_and_is_quoted():
+    findings = [*DOCTOR, {"ok": False, "check": "mask token", "detail": "is the end token"}]
+    verdict = gates(head(2.0), None, findings, CONFIG)
+    assert not verdict.promote
+    assert "mask token: is the end token" in reason(verdict, "doctor").detail
+
+
+def test_speed_is_asked_only_of_a_gpu():
+    slow = head(2.0, seconds=0.5)
+    assert reason(gates(slow, None, DOCTOR, CONFIG), "speed").passed
+    verdict = gates(on_gpu(slow), None, DOCTOR, CONFIG)
+    assert not reason(verdict, "speed").passed
+    assert reason(gates(on_gpu(head(2.0)), None, DOCTOR, CONFIG), "speed").passed
+
+
+def test_a_withheld_speedup_on_a_gpu_blocks():
+    records = on_gpu(head(2.0))
+    for record in records:
+        if record["method"] == "tree":
+            figure = {"value": None, "ci": None, "reason": "plain failed: no kernel"}
+            record["speedup"] = {"vs_plain": figure, "vs_hf_eager": figure}
+    verdict = gates(records, None, DOCTOR, CONFIG)
+    assert not reason(verdict, "speed").passed
+    assert "no kernel" in reason(verdict, "speed").detail
+
+
+@pytest.mark.parametrize("field", ["budget", "batch_size"])
+def test_only_the_configured_cells_are_judged(field):
+    other = CONFIG.model_copy(update={field: 8})
+    assert not reason(gates(head(2.0), None, DOCTOR, other), "measured").passed
+
+
+def test_verdict_is_plain_json():
+    verdict = gates(head(2.0), None, DOCTOR, CONFIG).as_json()
+    assert verdict["promote"] is True
+    assert {r["gate"] for r in verdict["reasons"]} == {
+        "measured",
+        "lossless",
+        "doctor",
+        "tau",
+        "slices",
+        "speed",
+    }

@@ -1,0 +1,140 @@
+"""The noise, and the distribution it draws from."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from jetspec.errors import JetspecError
+from jetspec.sampling import (
+    SamplingParams,
+    gumbel_noise,
+    request_keys,
+    sample,
+    target_distribution,
+)
+
+
+def test_noise_is_a_function_of_its_key_and_not_of_the_batch():
+    keys, positions = request_keys([0, 1, "a"]), torch.tensor([5, 5, 900])
+    together = gumbel_noise(3, keys, positions, 50)
+    for row in range(3):
+        alone = gumbel_noise(3, keys[row : row + 1], positions[row : row + 1], 50)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("change", ["seed", "request", "position"])
+def test_noise_of_another_key_is_independent(change):
+    size = 4000
+    seeds, requests, positions = (1, 1), (0, 0), (7, 7)
+    if change == "seed":
+        seeds = (1, 2)
+    elif change == "request":
+        requests = (0, 1)
+    else:
+        positions = (7, 8)
+    first, second = (
+        gumbel_noise(seeds[i], request_keys([requests[i]]), torch.tensor([positions[i]]), size)[0]
+        for i in range(2)
+    )
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.06
+    assert not torch.equal(first.sort().values, second.sort().values)
+
+
+def test_large_seeds_differ_beyond_32_bits():
+    keys, position = request_keys([0]), torch.tensor([0])
+    assert not torch.equal(
+        gumbel_noise(1, keys, position, 8), gumbel_noise(1 + 2**32, keys, position, 8)
+    )
+
+
+def test_noise_is_standard_gumbel_along_tokens_positions_and_requests():
+    along_tokens = gumbel_noise(0, request_keys([0]), torch.tensor([3]), 20_000).flatten()
+    along_positions = gumbel_noise(0, request_keys([0]).expand(20_000), torch.arange(20_000), 3)[
+        :, 2
+    ]
+    along_requests = gumbel_noise(
+        0, request_keys(range(20_000)), torch.zeros(20_000, dtype=torch.long), 3
+    )[:, 0]
+    for noise in (along_tokens, along_positions, along_requests):
+        assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+def test_request_ids_of_any_kind_get_their_own_key():
+    keys = request_keys([1, "1", 2, "two"])
+    assert len(set(keys.tolist())) == 4
+    assert torch.equal(request_keys(["two"]), keys[3:])
+
+
+def reference_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """Temperature, then top-k, then top-p, one token at a time in float64."""
+    scaled = torch.tensor(logits, dtype=torch.float64) / params.temperature
+    p = scaled.softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda token: -p[token])
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(p[token] for token in order)
+    kept, mass = [], 0.0
+    for token in order:
+        if mass >= params.top_p * total:
+            break
+        kept.append(token)
+        mass += p[token]
+    return [p[token] / mass if token in kept else 0.0 for token in range(len(p))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(-500, 500), min_size=2, max_size=12, unique=True),
+    st.floats(0.3, 2.0),
+    st.sampled_from([0.33, 0.61, 0.87, 1.0]),
+    st.integers(0, 12),
+)
+def test_target_distribution_is_the_one_token_at_a_time_reference(cents, temperature, top_p, top_k):
+    logits = [value / 100 for value in cents]
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    p = target_distribution(torch.tensor(logits), params).exp()
+    expected = torch.tensor(reference_distribution(logits, params), dtype=torch.float)
+    # Where the cumulative mass sits within rounding of top_p, either side is right.
+    if torch.equal(p > 0, expected > 0):
+        assert torch.allclose(p, expected, atol=1e-5)
+    else:
+        edge = (p > 0) ^ (expected > 0)
+        assert edge.sum() == 1
+
+
+def test_top_p_always_leaves_the_best_token():
+    p = target_distribution(torch.tensor([3.0, 1.0, 0.0]), SamplingParams(1.0, top_p=1e-6)).exp()
+    assert p.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_temperature_0_is_the_argmax():
+    logits = torch.randn(5, 9)
+    keys = request_keys(range(5))
+    tokens = sample(logits, SamplingParams(), keys, torch.zeros(5, dtype=torch.long))
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_samples_follow_the_filtered_distribution():
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0])
+    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=4, seed=5)
+    draws = 20_000
+    tokens = sample(
+        logits.expand(draws, -1), params, request_keys(range(draws)), torch.full((draws,), 11)
+    )
+    p = target_distribution(logits, params).exp()
+    counts = torch.bincount(tokens, minlength=5)
+    assert torch.all(counts[p == 0] == 0)
+    kept = p > 0
+    expected = p[kept].double() / p[kept].double().sum() * draws
+    assert stats.chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}]
+)
+def test_parameters_out_of_range_are_one_line_errors(bad):
+    with pytest.raises(JetspecError) as caught:
+        SamplingParams(**bad)
+    assert next(iter(bad)) in str(caught.value) and "\n" not in str(caught.value)

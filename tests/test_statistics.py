@@ -1,0 +1,102 @@
+"""Intervals against enumeration, tables and synthetic data whose truth is known."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jetspec.evaluation.statistics import (
+    _resampled_sums,
+    expanded_tail,
+    paired_ratio_interval,
+    ratio_interval,
+    student_quantile,
+)
+
+
+def test_tau_is_the_ratio_of_sums_not_the_mean_of_ratios():
+    estimate = ratio_interval([10, 90], [10, 30], samples=200, seed=0)
+    assert estimate.value == pytest.approx(100 / 40)
+
+
+def test_resampling_matches_the_enumeration_of_every_possible_draw():
+    tokens, rounds = np.array([4.0, 9.0, 20.0]), np.array([2.0, 3.0, 4.0])
+    exact = [
+        tokens[list(draw)].sum() / rounds[list(draw)].sum()
+        for draw in itertools.product(range(3), repeat=3)
+    ]
+    sums = _resampled_sums(np.stack([tokens, rounds], 1), 40_000, seed=3)
+    drawn = sums[:, 0] / sums[:, 1]
+    for atom in set(exact):
+        share = np.mean(np.isclose(drawn, atom))
+        assert share == pytest.approx(np.mean(np.isclose(exact, atom)), abs=0.01)
+    assert drawn.mean() == pytest.approx(np.mean(exact), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "table"), [(1, 12.7062), (2, 4.3027), (5, 2.5706), (10, 2.2281), (29, 2.0452)]
+)
+def test_student_quantile_equals_the_printed_table(freedom, table):
+    assert student_quantile(0.975, freedom) == pytest.approx(table, abs=1e-4)
+
+
+def test_small_samples_are_widened_and_large_ones_are_not():
+    assert expanded_tail(6) < 0.01
+    assert expanded_tail(2000) == pytest.approx(0.025, abs=2e-4)
+
+
+@pytest.mark.parametrize("prompts", [8, 40])
+def test_interval_covers_the_truth_about_95_times_in_100(prompts):
+    # Prompts differ (a prompt-level tau), and rounds of one prompt share it: tau = E[t] / E[r].
+    generator = np.random.default_rng(11)
+    hits, trials = 0, 400
+    for trial in range(trials):
+        rounds = generator.integers(10, 30, prompts)
+        tau = 1 + generator.gamma(4.0, 0.5, prompts)
+        tokens = rounds * tau + generator.normal(0, 2, prompts)
+        low, high = ratio_interval(tokens, rounds, samples=400, seed=trial).ci
+        hits += low <= 3.0 <= high
+    assert 0.91 <= hits / trials <= 0.985
+
+
+def test_resampling_rounds_instead_of_prompts_would_cover_far_too_little():
+    # The reason for the unit: the naive interval over rounds misses the truth most of the time.
+    generator = np.random.default_rng(5)
+    hits = 0
+    for trial in range(60):
+        tau = 1 + generator.gamma(4.0, 0.5, 12)
+        rounds = np.repeat(tau, 50) + generator.normal(0, 0.5, 600)
+        low, high = ratio_interval(rounds, np.ones(600), samples=200, seed=trial).ci
+        hits += low <= 3.0 <= high
+    assert hits / 60 < 0.6
+
+
+def test_pairing_removes_what_two_methods_share():
+    # Slow prompts are slow for both: the paired ratio is exact although the prompts differ widely.
+    seconds = np.array([1.0, 5.0, 20.0, 3.0, 9.0])
+    tokens = np.full(5, 100.0)
+    paired = paired_ratio_interval(tokens, seconds / 2, tokens, seconds, samples=500, seed=0)
+    assert paired.value == pytest.approx(2.0)
+    assert paired.ci == pytest.approx((2.0, 2.0))
+
+
+def test_same_seed_gives_the_same_interval():
+    one, two = (ratio_interval([1, 2, 9], [1, 1, 3], samples=300, seed=4) for _ in range(2))
+    assert one == two
+
+
+def test_one_prompt_gives_a_value_and_no_interval():
+    estimate = ratio_interval([6], [3], samples=100, seed=0)
+    assert (estimate.value, estimate.ci) == (2.0, None)
+
+
+def test_no_rounds_gives_no_estimate_instead_of_a_division_by_zero():
+    assert ratio_interval([], [], samples=100, seed=0) is None
+    assert ratio_interval([0.0], [0.0], samples=100, seed=0) is None
+
+
+def test_many_prompts_are_resampled_in_pieces_without_changing_the_shape():
+    sums = _resampled_sums(np.ones((5000, 2)), 900, seed=0)
+    assert sums.shape == (900, 2)
+    assert math.isclose(sums.min(), 5000) and math.isclose(sums.max(), 5000)

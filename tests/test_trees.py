@@ -1,0 +1,223 @@
+"""Tree builders against brute force, and the record they fill."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec.trees.build import BUILDERS, build_tree
+from jetspec.trees.config import TreeConfig
+from jetspec.trees.draft import Draft
+from jetspec.trees.scores import order_edges
+from jetspec.trees.tree import Tree
+from tests.tiny import random_draft
+
+
+def brute_force(draft: Draft, row: int, config: TreeConfig) -> list[tuple[int, ...]]:
+    """The best `budget` candidate paths by (score, depth, path of ranks): no pruning, no heap."""
+    edges = order_edges(draft.edge_scores, config)[row]
+    paths = []
+    for depth in range(1, draft.depth + 1):
+        for ranks in itertools.product(range(draft.width), repeat=depth):
+            score, parent = torch.tensor(0.0), 0
+            for slot, rank in enumerate(ranks):
+                score, parent = score + edges[slot, parent, rank], rank
+            if score > -torch.inf:
+                paths.append((-float(score), depth, ranks))
+    return sorted(ranks for _, _, ranks in sorted(paths)[: config.budget])
+
+
+def tree_paths(tree: Tree, draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """Every draft node of one tree as its path of ranks."""
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, int(tree.sizes[row])):
+        above = paths[int(tree.parents[row, node])]
+        slot = draft.tokens[row, len(above)].tolist()
+        paths[node] = (*above, slot.index(int(tree.tokens[row, node])))
+    return sorted(path for node, path in paths.items() if node)
+
+
+drafts = st.builds(
+    random_draft,
+    seed=st.integers(0, 10_000),
+    batch=st.integers(1, 3),
+    depth=st.integers(1, 4),
+    width=st.integers(1, 4),
+    path=st.booleans(),
+    coarse=st.booleans(),
+)
+scores = st.sampled_from(["cumulative", "entropy", "hybrid"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(drafts, st.integers(1, 40), scores)
+def test_best_first_is_the_brute_force_best_prefix_closed_set(draft, budget, score):
+    config = TreeConfig(builder="best_first", budget=budget, score=score)
+    tree = build_tree(draft, torch.arange(draft.tokens.shape[0]), config)
+    tree.validate()
+    for row in range(draft.tokens.shape[0]):
+        assert tree_paths(tree, draft, row) == brute_force(draft, row, config)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drafts, st.integers(1, 40))
+def test_best_first_is_never_worse_than_algorithm1(draft, budget):
+    anchors = torch.zeros(draft.tokens.shape[0], dtype=torch.long)
+    exact = build_tree(draft, anchors, TreeConfig(builder="best_first", budget=budget))
+    printed = build_tree(draft, anchors, TreeConfig(builder="algorithm1", budget=budget))
+    assert torch.all(exact.surrogate() >= printed.surrogate() - 1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drafts, st.integers(1, 40), st.sampled_from(sorted(BUILDERS)), scores)
+def test_every_builder_gives_a_valid_tree_within_budget(draft, budget, builder, score):
+    config = TreeConfig(builder=builder, budget=budget, score=score)
+    anchors = torch.arange(100, 100 + draft.tokens.shape[0])
+    tree = build_tree(draft, anchors, config)
+    tree.validate()
+    assert torch.equal(tree.tokens[:, 0], anchors)
+    assert int(tree.sizes.max()) <= budget + 1
+    for row in range(len(anchors)):
+        for path in tree_paths(tree, draft, row):
+            total, parent = 0.0, 0
+            for slot, rank in enumerate(path):
+                total, parent = total + float(draft.edge_scores[row, slot, parent, rank]), rank
+            assert any(math.isclose(total, s, abs_tol=1e-4) for s in tree.scores[row].tolist())
+
+
+def test_best_first_beats_algorithm1_where_a_popped_nodes_children_are_unlikely():
+    log_q = torch.tensor([[[0.9, 0.05, 0.05]] * 3]).log()
+    draft = Draft.from_slot_scores(torch.arange(9).view(1, 3, 3), log_q)
+    anchor = torch.zeros(1, dtype=torch.long)
+    exact = build_tree(draft, anchor, TreeConfig(builder="best_first", budget=3))
+    printed = build_tree(draft, anchor, TreeConfig(builder="algorithm1", budget=3))
+    assert exact.surrogate().item() == pytest.approx(0.9 + 0.81 + 0.729)
+    assert printed.surrogate().item() == pytest.approx(1.0)
+
+
+def test_algorithm1_adds_all_children_of_the_best_node_until_the_budget_is_spent():
+    log_q = torch.tensor([[[0.6, 0.3], [0.7, 0.2], [0.8, 0.1]]]).log()
+    draft = Draft.from_slot_scores(torch.arange(6).view(1, 3, 2), log_q)
+    config = TreeConfig(builder="algorithm1", budget=5)
+    tree = build_tree(draft, torch.tensor([9]), config)
+    # root -> both children; 0.6 -> both children; 0.42 -> the one child that still fits
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 3]]
+    assert tree.tokens.tolist() == [[9, 0, 1, 2, 3, 4]]
+
+
+def test_chain_follows_the_likeliest_child_of_its_own_parent():
+    edges = torch.full((1, 2, 2, 2), -5.0)
+    edges[0, 0, 0] = torch.tensor([-0.1, -2.0])
+    edges[0, 1, 0] = torch.tensor([-3.0, -0.2])  # after rank 0 the second candidate is right
+    draft = Draft(torch.tensor([[[10, 11], [20, 21]]]), edges)
+    tree = build_tree(draft, torch.tensor([1]), TreeConfig(builder="chain", budget=8))
+    assert tree.tokens.tolist() == [[1, 10, 21]]
+    assert tree.scores[0].tolist() == pytest.approx([0.0, -0.1, -0.3])
+
+
+def test_path_scores_move_nodes_that_slot_scores_would_keep():
+    edges = torch.tensor([[[[0.6, 0.4], [0.6, 0.4]], [[0.5, 0.5], [0.01, 0.99]]]]).log()
+    draft = Draft(torch.tensor([[[10, 11], [20, 21]]]), edges)
+    tree = build_tree(draft, torch.tensor([1]), TreeConfig(budget=3))
+    # 0.6, 0.4 and then 0.4 * 0.99, which beats both children of rank 0 (0.3 each)
+    assert tree.tokens.tolist() == [[1, 10, 11, 21]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("builder", sorted(BUILDERS))
+def test_missing_candidates_become_padding(builder):
+    log_q = torch.zeros(2, 3, 1)
+    log_q[0, 1:] = -torch.inf
+    log_q[1] = -torch.inf
+    draft = Draft.from_slot_scores(torch.ones(2, 3, 1, dtype=torch.long), log_q)
+    tree = build_tree(draft, torch.tensor([7, 8]), TreeConfig(builder=builder, budget=4))
+    tree.validate()
+    assert tree.sizes.tolist() == [2, 1]
+    assert tree.valid().tolist() == [[True, True], [True, False]]
+
+
+def test_ancestor_mask_shows_the_path_and_nothing_else():
+    tree = Tree(
+        tokens=torch.tensor([[1, 2, 3, 4, 0]]),
+        parents=torch.tensor([[-1, 0, 0, 2, -1]]),
+        depths=torch.tensor([[0, 1, 1, 2, 0]]),
+        scores=torch.zeros(1, 5),
+        sizes=torch.tensor([4]),
+    )
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    assert tree.ancestor_mask()[0].long().tolist() == expected
+
+
+@pytest.mark.parametrize("score", ["cumulative", "entropy", "hybrid"])
+def test_edge_terms_never_lift_a_child_above_its_parent(score):
+    edges = torch.randn(2, 3, 4, 4)  # unnormalised: some above 0
+    terms = order_edges(edges, TreeConfig(score=score, alpha=2.0))
+    assert torch.all(terms <= 0)
+
+
+def test_entropy_score_prefers_children_of_sure_parents():
+    edges = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.98, 0.02]]]]).log()
+    draft = Draft(torch.tensor([[[10, 11], [20, 21]]]), edges)
+    tree = build_tree(draft, torch.tensor([1]), TreeConfig(budget=3, score="entropy"))
+    assert tree.tokens.tolist() == [[1, 10, 11, 20]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2]]
+
+
+def test_hybrid_with_alpha_0_is_cumulative():
+    draft = random_draft(3, 2, 3, 4, path=True, coarse=False)
+    anchors = torch.zeros(2, dtype=torch.long)
+    plain = build_tree(draft, anchors, TreeConfig(budget=12))
+    hybrid = build_tree(draft, anchors, TreeConfig(budget=12, score="hybrid", alpha=0.0))
+    assert torch.equal(plain.tokens, hybrid.tokens)
+
+
+def test_entropy_of_a_slot_counts_the_mass_outside_its_candidates():
+    edges = torch.tensor([0.5, 0.25]).log().expand(1, 1, 2, 2)
+    terms = order_edges(edges, TreeConfig(score="entropy"))
+    assert terms[0, 0, 0, 0].item() == pytest.approx(0.5 * math.log(0.5) + 0.5 * math.log(0.25))
+
+
+def test_slot_logits_are_normalised_over_the_whole_vocabulary():
+    logits = torch.randn(2, 3, 20)
+    draft = Draft.from_slot_logits(logits, width=4)
+    expected = logits.log_softmax(-1).gather(-1, draft.tokens)
+    assert torch.allclose(draft.edge_scores[:, :, 2], expected, atol=1e-6)
+    assert torch.equal(draft.tokens[..., 0], logits.argmax(-1))
+
+
+def test_width_and_depth_limit_the_tree():
+    draft = random_draft(0, 1, 4, 4, path=True, coarse=False)
+    config = TreeConfig(budget=100, width=2, depth=3)
+    tree = build_tree(draft, torch.tensor([0]), config)
+    assert int(tree.depths.max()) == 3
+    assert int(tree.sizes[0]) == 1 + 2 + 4 + 8
+
+
+def test_edge_scores_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="edge_scores"):
+        Draft(torch.zeros(1, 2, 3, dtype=torch.long), torch.zeros(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parents": torch.tensor([[-1, 2, 0]])}, "precedes its parent"),
+        ({"depths": torch.tensor([[0, 2, 1]])}, "one below"),
+        ({"tokens": torch.tensor([[1, 5, 5]])}, "same token"),
+        ({"sizes": torch.tensor([4])}, "size 4"),
+    ],
+)
+def test_validate_names_what_is_wrong(change, message):
+    fields = {
+        "tokens": torch.tensor([[1, 5, 6]]),
+        "parents": torch.tensor([[-1, 0, 0]]),
+        "depths": torch.tensor([[0, 1, 1]]),
+        "scores": torch.zeros(1, 3),
+        "sizes": torch.tensor([3]),
+    }
+    Tree(**fields).validate()
+    with pytest.raises(ValueError, match=message):
+        Tree(**{**fields, **change}).validate()

@@ -1,0 +1,191 @@
+"""Acceptance: the greedy rule against brute force, the sampling rule against the target."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import jetspec.decode
+from jetspec.decode import decode
+from jetspec.sampling import SamplingParams, request_keys, sample, target_distribution
+from jetspec.trees.build import build_tree
+from jetspec.trees.config import TreeConfig
+from jetspec.trees.draft import Draft
+from jetspec.trees.tree import Tree
+from jetspec.verify import Acceptance, verify_greedy, verify_sampled, walk
+from tests.tiny import random_draft, tiny_target
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(["chain", "algorithm1", "best_first"]),
+    st.integers(1, 20),
+    st.floats(0, 1),
+)
+def test_greedy_acceptance_is_the_brute_force_walk(seed, builder, budget, agreement):
+    draft = random_draft(seed, batch=3, depth=4, width=3, path=True, coarse=False)
+    tree = build_tree(draft, torch.arange(3), TreeConfig(builder=builder, budget=budget))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*tree.tokens.shape, 50, generator=generator)
+    for row, node in itertools.product(range(3), range(1, tree.tokens.shape[1])):
+        # Lift some children to the top of their parent's logits, so that walks go on.
+        if torch.rand((), generator=generator) < agreement and tree.parents[row, node] >= 0:
+            logits[row, tree.parents[row, node], tree.tokens[row, node]] += 10
+    acceptance = verify_greedy(tree, logits)
+    for row in range(3):
+        node, path = 0, [0]
+        while True:
+            token = int(logits[row, node].argmax())
+            children = [
+                child
+                for child in range(1, int(tree.sizes[row]))
+                if int(tree.parents[row, child]) == node and int(tree.tokens[row, child]) == token
+            ]
+            if not children:
+                break
+            (node,) = children
+            path.append(node)
+        length = int(acceptance.lengths[row])
+        assert acceptance.path[row, :length].tolist() == path
+        assert acceptance.path[row, length:].tolist() == [-1] * (acceptance.path.shape[1] - length)
+        assert int(acceptance.bonus[row]) == token
+
+
+def test_padding_is_never_accepted():
+    tree = Tree(
+        tokens=torch.tensor([[7, 0], [7, 3]]),
+        parents=torch.tensor([[-1, -1], [-1, 0]]),
+        depths=torch.tensor([[0, 0], [0, 1]]),
+        scores=torch.zeros(2, 2),
+        sizes=torch.tensor([1, 2]),
+    )
+    logits = torch.zeros(2, 2, 5)
+    logits[:, 0, 0] = 1  # the padding token of row 0
+    acceptance = verify_greedy(tree, logits)
+    assert acceptance.lengths.tolist() == [1, 1]
+    assert acceptance.bonus.tolist() == [0, 0]
+
+
+# The target of the chi-square tests: 6 tokens, and a fixed draft for the two next slots.
+VOCAB = 6
+PROMPT = [3, 5, 4]
+DRAWS = 20_000
+
+
+class FixedDrafter:
+    """The same two candidates in both slots, for every sequence."""
+
+    taps = ()
+
+    def begin(self, batch, target):
+        pass
+
+    def observe(self, taps, positions, valid, tokens):
+        pass
+
+    def keep_sequences(self, rows):
+        pass
+
+    def propose(self, anchors, histories):
+        tokens = torch.tensor([[2, 4], [5, 0]]).expand(len(anchors), -1, -1)
+        log_q = torch.tensor([[0.6, 0.3], [0.5, 0.4]]).log().expand(len(anchors), -1, -1)
+        return Draft.from_slot_scores(tokens, log_q)
+
+
+def chi_square(target, tree, params):
+    """p-values of the joint counts of tokens (1, 2) and (2, 3) over DRAWS seeded requests.
+
+    Token 1 comes from the prefill, so (2, 3) are the first two that a verification rule commits.
+    """
+    result = decode(
+        target,
+        [PROMPT] * DRAWS,
+        drafter=FixedDrafter() if tree else None,
+        tree=tree,
+        sampling=params,
+        max_new_tokens=3,
+        stop_token_ids=(),
+    )
+    tokens = torch.tensor([generation.tokens for generation in result.generations])
+    triples = torch.tensor(list(itertools.product(range(VOCAB), repeat=3)))
+    prompts = torch.tensor(PROMPT).expand(len(triples), -1)
+    logits = target.model(torch.cat([prompts, triples], 1)).logits[:, len(PROMPT) - 1 : -1]
+    p = target_distribution(logits, params).exp()  # [216, 3, VOCAB]
+    p = p.gather(2, triples[..., None])[..., 0].prod(1).view(VOCAB, VOCAB, VOCAB).double()
+    values = []
+    for pair, expected in ((tokens[:, :2], p.sum(2)), (tokens[:, 1:], p.sum(0))):
+        counts = torch.bincount(pair[:, 0] * VOCAB + pair[:, 1], minlength=VOCAB**2).double()
+        expected = expected.flatten() * DRAWS
+        assert counts[expected == 0].sum() == 0, "a token that the filter excludes was drawn"
+        rare = expected < 5
+        observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
+        observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+        values.append(stats.chisquare(observed.numpy(), wanted.numpy(), sum_check=False).pvalue)
+    return values
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", seed=3, vocab_size=VOCAB, hidden_size=16, num_layers=1, spread=0.4)
+
+
+TREES = {
+    "plain": None,
+    "chain": TreeConfig(builder="chain", budget=2),
+    "best_first": TreeConfig(builder="best_first", budget=5),
+    "algorithm1": TreeConfig(builder="algorithm1", budget=5),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_sampled_tokens_are_distributed_as_the_targets(target, tree):
+    assert min(chi_square(target, TREES[tree], SamplingParams(temperature=1.0))) > 1e-3
+
+
+def test_sampled_tokens_follow_temperature_top_p_and_top_k(target):
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=9)
+    assert min(chi_square(target, TREES["best_first"], params)) > 1e-3
+
+
+def resample_without_residual(tree, logits, params, positions, keys) -> Acceptance:
+    """Wrong on purpose: a draw that no child carries is thrown away and drawn anew."""
+    rows = torch.arange(len(logits))
+
+    def draw(nodes):
+        after = positions[rows, nodes] + 1
+        first = sample(logits[rows, nodes], params, keys, after)
+        other = SamplingParams(params.temperature, params.top_p, params.top_k, params.seed + 1)
+        second = sample(logits[rows, nodes], other, keys, after)
+        is_child = ((tree.parents == nodes[:, None]) & (tree.tokens == first[:, None])).any(1)
+        return torch.where(is_child, first, second)
+
+    return walk(tree, draw)
+
+
+@pytest.mark.parametrize("tree", ["chain", "best_first"])
+def test_a_biased_rule_fails_the_same_chi_square_test(target, tree, monkeypatch):
+    monkeypatch.setattr(jetspec.decode, "verify_sampled", resample_without_residual)
+    assert min(chi_square(target, TREES[tree], SamplingParams(temperature=1.0))) < 1e-6
+
+
+def test_a_childs_acceptance_has_the_targets_probability():
+    draws = 20_000
+    logits = torch.tensor([1.0, 0.5, 0.0, -0.5]).expand(draws, 3, -1)
+    tree = Tree(
+        tokens=torch.tensor([[3, 0, 2]]).expand(draws, -1),
+        parents=torch.tensor([[-1, 0, 0]]).expand(draws, -1),
+        depths=torch.tensor([[0, 1, 1]]).expand(draws, -1),
+        scores=torch.zeros(draws, 3),
+        sizes=torch.full((draws,), 3),
+    )
+    positions = 10 + tree.depths
+    params = SamplingParams(temperature=1.0)
+    acceptance = verify_sampled(tree, logits, params, positions, request_keys(range(draws)))
+    p = logits[0, 0].softmax(-1)
+    rate = (acceptance.lengths == 2).double().mean().item()
+    assert rate == pytest.approx(float(p[0] + p[2]), abs=0.015)
