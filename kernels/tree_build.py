@@ -231,7 +231,8 @@ def build_best_first(
         NODES=triton.next_power_of_2(budget + 1),
         num_warps=4 if widest <= 2048 else 8 if widest <= 8192 else 16,
     )  # fmt: skip
-    return BuiltTree(*out.unbind(0), scores, sizes)
+    node_tokens, parents, depths = out.unbind(0)
+    return BuiltTree(node_tokens, parents, depths, scores, sizes)
 
 
 def pack_ancestors(parents: Tensor, sizes: Tensor, max_depth: int) -> Tensor:

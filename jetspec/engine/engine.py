@@ -191,7 +191,7 @@ class Engine:
                 first + len(chunk),
             )  # fmt: skip
             hidden, taps = self.model.forward(chunk, rows, self.cache, self.round.taps)
-            if self.round.head is not None and self.round.head_cache is not None:
+            if self.round.head and self.round.head_cache and taps is not None:
                 self.round.head.extend(taps, positions, cache_rows, self.round.head_cache)
         assert hidden is not None
         place = torch.tensor([len(prompt)], device=device)

@@ -1,6 +1,7 @@
 """One decoder layer over paged keys and values: five matrix products and the fused kernels."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ class Layer:
     eps: float
 
     @classmethod
-    def from_module(cls, module: torch.nn.Module, heads: int, eps: float) -> "Layer":
+    def from_module(cls, module: Any, heads: int, eps: float) -> "Layer":
         """From a Llama, Qwen2 or Qwen3 layer of transformers, or a layer of a parallel head."""
         attention, mlp = module.self_attn, module.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -112,7 +113,7 @@ def run_layer(
     )  # fmt: skip
     attended = tree_attention(
         q.view(rows.batch, rows.nodes, layer.heads, -1), keys, values, rows.table, rows.prefix,
-        rows.counts, rows.bits, max_context=rows.max_context, exact=exact, exact=exact,
+        rows.counts, rows.bits, max_context=rows.max_context, exact=exact,
     )  # fmt: skip
     x = product(attended.view(len(q), -1), layer.out, exact)
     normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)

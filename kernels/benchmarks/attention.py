@@ -1,6 +1,8 @@
 """Tree attention of one layer against torch SDPA under a dense mask and flex attention."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,15 +53,19 @@ class Problem:
         split, max_splits = split or usual[0], max_splits or usual[1]
         splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits)
         rows = self.batch * self.nodes * HEADS
-        space = Workspace.allocate(splits, rows, HEAD_DIM, self.q.device)
+        named: dict[str, Any] = {
+            "max_context": self.context + self.nodes,
+            "plan": plan,
+            "split": split,
+            "max_splits": max_splits,
+            "workspace": Workspace.allocate(splits, rows, HEAD_DIM, self.q.device),
+            "out": self.out,
+        }
+        rest = (self.cache.table, self.cache.prefix, self.counts, self.bits)
         return [
-            lambda k=k, v=v: tree_attention(
-                self.q, k, v, self.cache.table, self.cache.prefix, self.counts, self.bits,
-                max_context=self.context + self.nodes, plan=plan, split=split,
-                max_splits=max_splits, workspace=space, out=self.out,
-            )
-            for k, v in self.cache.layers
-        ]  # fmt: skip
+            partial(tree_attention, self.q, keys, values, *rest, **named)
+            for keys, values in self.cache.layers
+        ]
 
     def error(
         self, plan: Plan | None = None, split: int | None = None, max_splits: int | None = None
@@ -77,11 +83,13 @@ class Problem:
         total = self.context + self.nodes
         layers = []
         for keys, values in self.cache.layers:
-            pair = [
+            k, v = (
                 torch.stack([reference.gather_pages(c, t, total) for t in self.cache.table])
+                .transpose(1, 2)
+                .contiguous()
                 for c in (keys, values)
-            ]
-            layers.append(tuple(x.transpose(1, 2).contiguous() for x in pair))
+            )
+            layers.append((k, v))
         tree = reference.unpack_ancestors(self.bits, self.nodes)
         seen = tree.new_ones(self.batch, self.nodes, self.context)
         return self.q.transpose(1, 2), layers, torch.cat([seen, tree], -1)[:, None]
@@ -89,12 +97,8 @@ class Problem:
 
 def sdpa_us(problem: Problem) -> float:
     q, layers, mask = problem.dense()
-    return time_us(
-        [
-            lambda k=k, v=v: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-            for k, v in layers
-        ]
-    )
+    attend = partial(scaled_dot_product_attention, q, attn_mask=mask, enable_gqa=True)
+    return time_us([partial(attend, key=key, value=value) for key, value in layers])
 
 
 def flex_us(problem: Problem) -> float:
@@ -106,10 +110,10 @@ def flex_us(problem: Problem) -> float:
         lambda b, h, i, j: allowed[b, i, j], problem.batch, None, problem.nodes,
         problem.context + problem.nodes, device="cuda",
     )  # fmt: skip
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return time_us(
-        [lambda k=k, v=v: compiled(q, k, v, block_mask=mask, enable_gqa=True) for k, v in layers]
+    attend = partial(
+        torch.compile(flex_attention, dynamic=False), q, block_mask=mask, enable_gqa=True
     )
+    return time_us([partial(attend, key=key, value=value) for key, value in layers])
 
 
 def rows(

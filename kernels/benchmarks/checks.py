@@ -36,7 +36,7 @@ def bit_checks() -> Iterator[tuple[str, float, float]]:
         counts = torch.full_like(problem.counts, rows)
         return tree_attention(
             problem.q[:, :rows].contiguous(), *args, counts, problem.bits[:, :rows].contiguous(),
-            max_context=4000, plan=plan, exact=True, exact=True,
+            max_context=4000, plan=plan, exact=True,
         )  # fmt: skip
 
     base = run(129, Plan(128, 64, 8, 3))
@@ -49,12 +49,17 @@ def bit_checks() -> Iterator[tuple[str, float, float]]:
     w = torch.randn(1024, 4096, device="cuda", dtype=BF16)
     x = torch.randn(200, 4096, device="cuda", dtype=BF16)
     base = small_gemm(x, w, parts=2)
-    for m, shape in [
-        (1, (16, 64, 128, 4, 4)), (16, (16, 128, 64, 4, 5)), (33, (64, 128, 128, 4, 3)),
-        (128, (128, 256, 64, 8, 3)), (77, (128, 128, 64, 8, 4, True)), (64, (64, 64, 64, 4, 5)),
-    ]:  # fmt: skip
-        out = small_gemm(x[:m].contiguous(), w, parts=2, plan=GemmPlan(*shape))
-        yield f"product bits, {m} rows, {shape}", float((out - base[:, :m]).abs().max()), 0.0
+    launches = [
+        (1, GemmPlan(16, 64, 128, 4, 4)),
+        (16, GemmPlan(16, 128, 64, 4, 5)),
+        (33, GemmPlan(64, 128, 128, 4, 3)),
+        (64, GemmPlan(64, 64, 64, 4, 5)),
+        (77, GemmPlan(128, 128, 64, 8, 4, True)),
+        (128, GemmPlan(128, 256, 64, 8, 3)),
+    ]
+    for m, launch in launches:
+        out = small_gemm(x[:m].contiguous(), w, parts=2, plan=launch)
+        yield f"product bits, {m} rows, {launch}", float((out - base[:, :m]).abs().max()), 0.0
 
 
 def exact_checks() -> Iterator[tuple[str, float, float]]:
@@ -76,19 +81,16 @@ def exact_checks() -> Iterator[tuple[str, float, float]]:
         edges = (edges * 2).round() / 2  # many equal scores
         anchors = torch.arange(4, device="cuda")
         tree = build_best_first(tokens, edges, anchors, budget)
-        cpu = [x.cpu() for x in (tokens, edges, anchors)]
-        expected = reference.build_best_first(*cpu, budget)
+        expected = reference.build_best_first(tokens.cpu(), edges.cpu(), anchors.cpu(), budget)
         built = (tree.tokens, tree.parents, tree.depths, tree.scores, tree.sizes)
         wrong += sum(not torch.equal(a.cpu(), b) for a, b in zip(built, expected, strict=True))
+        parents, sizes = tree.parents.cpu(), tree.sizes.cpu()
         bits = pack_ancestors(tree.parents, tree.sizes, depth).cpu()
-        wrong += not torch.equal(
-            bits, reference.pack_ancestors(*[x.cpu() for x in (tree.parents, tree.sizes)], depth)
-        )
+        wrong += not torch.equal(bits, reference.pack_ancestors(parents, sizes, depth))
         following = tree.tokens.roll(-3, 1)
         walked = accept_greedy(tree.tokens, tree.parents, tree.sizes, following, depth)
-        args = [x.cpu() for x in (tree.tokens, tree.parents, tree.sizes, following)]
-        expected = reference.accept_greedy(*args, depth)
-        wrong += sum(not torch.equal(a.cpu(), b) for a, b in zip(walked, expected, strict=True))
+        wanted = reference.accept_greedy(tree.tokens.cpu(), parents, sizes, following.cpu(), depth)
+        wrong += sum(not torch.equal(a.cpu(), b) for a, b in zip(walked, wanted, strict=True))
     yield "trees, bits and acceptance with ties", wrong, 0
     kv = torch.randn(5, 2, 24, 8, 64, 128, device="cuda", dtype=BF16)
     table = torch.randperm(24, device="cuda").view(3, 8).int()

@@ -1,6 +1,7 @@
 """The small-M product against cuBLAS on the linear layers of a Qwen3-8B."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn.functional import linear
@@ -36,13 +37,13 @@ class Product:
         x = self.x(m)
         out = small_gemm(x, self.weights[0], plan=plan, parts=parts)
         return time_us(
-            [lambda w=w: small_gemm(x, w, plan=plan, parts=parts, out=out) for w in self.weights],
+            [partial(small_gemm, x, w, plan=plan, parts=parts, out=out) for w in self.weights],
             repeats=9,
         )
 
     def cublas_us(self, m: int) -> float:
         x = self.x(m)
-        return time_us([lambda w=w: linear(x, w) for w in self.weights], repeats=9)
+        return time_us([partial(linear, x, w) for w in self.weights], repeats=9)
 
     def error(self, m: int, plan: GemmPlan | None = None, parts: int | None = None) -> float:
         x = self.x(m)

@@ -1,6 +1,6 @@
 """The round's other kernels: top-k, tree building, acceptance, compaction and the fusions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -110,10 +110,13 @@ def fusion_rows(peers: bool) -> Iterator[dict[str, object]]:
         at = torch.arange(m, device="cuda", dtype=torch.int32)
         norm = torch.randn(128, device="cuda", dtype=torch.bfloat16)
         to_cache = partial(qkv_to_cache, heads=32, q_norm=norm, k_norm=norm)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "add_rms_norm_us": partial(add_rms_norm, x, residual, weight, 1e-6),
             "add_rms_norm_4_parts_us": partial(add_rms_norm, parts, residual, weight, 1e-6),
             "qkv_to_cache_us": partial(to_cache, qkv, keys, values, table, at, at),
             "silu_mul_us": partial(silu_mul, gate_up),
         }
-        yield {"m": m} | {name: time_us([call] * 8) for name, call in calls.items()}
+        record: dict[str, object] = {"m": m}
+        for name, call in calls.items():
+            record[name] = time_us([call] * 8)
+        yield record

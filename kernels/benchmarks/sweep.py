@@ -20,11 +20,19 @@ NARROW = [
 ]  # fmt: skip
 SPLITS = [(256, 12), (256, 24), (512, 24)]
 GEMM = {
-    1: [(16, 128, 128, 4, 4), (16, 128, 128, 4, 4, True)],
-    64: [(64, 64, 64, 4, 5), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5, True)],
-    128: [(128, 64, 64, 4, 4), (128, 64, 64, 4, 4, True), (128, 128, 64, 8, 4, True),
-          (128, 256, 64, 8, 3, True)],
-}  # fmt: skip
+    1: [GemmPlan(16, 128, 128, 4, 4), GemmPlan(16, 128, 128, 4, 4, True)],
+    64: [
+        GemmPlan(64, 64, 64, 4, 5),
+        GemmPlan(64, 128, 64, 4, 4),
+        GemmPlan(64, 128, 64, 4, 5, True),
+    ],
+    128: [
+        GemmPlan(128, 64, 64, 4, 4),
+        GemmPlan(128, 64, 64, 4, 4, True),
+        GemmPlan(128, 128, 64, 8, 4, True),
+        GemmPlan(128, 256, 64, 8, 3, True),
+    ],
+}
 
 
 def _compile_attention(job: tuple[int, Plan]) -> None:
@@ -33,10 +41,10 @@ def _compile_attention(job: tuple[int, Plan]) -> None:
     problem.calls(plan)[0]()
 
 
-def _compile_gemm(job: tuple[int, tuple[int, ...]]) -> None:
-    m, shape = job
+def _compile_gemm(job: tuple[int, GemmPlan]) -> None:
+    m, plan = job
     product = Product("o")
-    product.error(m, GemmPlan(*shape))
+    product.error(m, plan)
 
 
 def _attempt(job: tuple[str, object]) -> None:
@@ -54,7 +62,7 @@ def compile_all(tables: list[str], workers: int = 14) -> None:
         jobs += [("attention", (128, plan)) for plan in WIDE]
         jobs += [("attention", (1, plan)) for plan in NARROW]
     if "sweep_gemm" in tables:
-        jobs += [("gemm", (m, shape)) for m, shapes in GEMM.items() for shape in shapes]
+        jobs += [("gemm", (m, plan)) for m, plans in GEMM.items() for plan in plans]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(_attempt, jobs, chunksize=1)
 
@@ -65,7 +73,11 @@ def attention_rows() -> Iterator[dict[str, object]]:
             problem = Problem(1, nodes, context, page=128)
             for plan in plans:
                 for split, most in SPLITS:
-                    record = {"nodes": nodes, "context": context, "plan": str(plan)}
+                    record: dict[str, object] = {
+                        "nodes": nodes,
+                        "context": context,
+                        "plan": str(plan),
+                    }
                     record |= {"split": split, "max_splits": most}
                     try:
                         record["us"] = time_us(problem.calls(plan, split, most), repeats=9)
@@ -79,11 +91,11 @@ def attention_rows() -> Iterator[dict[str, object]]:
 def gemm_rows() -> Iterator[dict[str, object]]:
     for name in WEIGHTS:
         product = Product(name)
-        for m, shapes in GEMM.items():
-            for shape in shapes:
-                record: dict[str, object] = {"weight": name, "m": m, "plan": str(shape)}
+        for m, plans in GEMM.items():
+            for plan in plans:
+                record: dict[str, object] = {"weight": name, "m": m, "plan": str(plan)}
                 try:
-                    record["us"] = product.us(m, GemmPlan(*shape))
+                    record["us"] = product.us(m, plan)
                 except Exception as error:
                     record["failed"] = str(error).splitlines()[0][:100]
                 yield record
