@@ -5,8 +5,7 @@ Every stage's output directory is named by the hash of all that shapes it, so a 
 there and computes only what is missing.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect import flow, task
 from prefect.client.schemas.objects import State, TaskRun
@@ -24,11 +23,9 @@ from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
 from jetspec.evaluation.matrix import read_records
 from jetspec.evaluation.selection import select_head
-from jetspec.heads.shipped import resolve_shipped
 from jetspec.stages import StageResult
 
 console = Console(stderr=True)
-T = TypeVar("T")
 
 
 def _worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -36,15 +33,13 @@ def _worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bo
     return not isinstance(state.result(raise_on_failure=False), JetspecError)
 
 
-def stage(function: Callable[..., T]) -> Task[..., T]:
-    """A stage as a task: tried twice, its result a small record that is not persisted."""
-    return task(
-        function,
-        retries=1,
-        retry_delay_seconds=5,
-        retry_condition_fn=_worth_retrying,
-        persist_result=False,
-    )
+# A stage is tried twice; its result is a small record that is not persisted.
+stage = task(
+    retries=1,
+    retry_delay_seconds=5,
+    retry_condition_fn=_worth_retrying,
+    persist_result=False,
+)
 
 
 @flow(name="regen-train-eval", flow_run_name="{config}", persist_result=False)
@@ -72,9 +67,12 @@ def regen_train_eval(
             console.print(f"skipped: {decision.reason}")
             return {"skipped": True, "reason": decision.reason, "run_id": run_id}
         run = nightly.following(run, decision)
+    console.print(f"run {run.name}: output in {run.storage}", soft_wrap=True)
+    if run.target.source == "embedded":
+        console.print("the embedded model is fetched and converted once, which takes a minute")
     with tracking.pipeline_run(run) as parent, cluster.connect(run.ray):
         samples = regenerate(run, parent)
-        start = resolve_shipped(registry.warm_start_uri(run))
+        start = registry.warm_start_uri(run)
         head = distil(run, parent, samples, start)
         chosen = choose(run, parent, head, start)
         evaluation = evaluate(run, parent, chosen, head)

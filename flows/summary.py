@@ -12,7 +12,7 @@ from flows import tracking
 from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.evaluation.figures import write_figures
-from jetspec.evaluation.report import LEGEND, cells_table, overview_table
+from jetspec.evaluation.report import cells_table, overview_table
 from jetspec.stages import StageResult
 
 Record = Mapping[str, Any]
@@ -100,19 +100,23 @@ def show(
     """The last page: cells, the pooled view, the verdict, and where to look next."""
     console.print(cells_table(records))
     settings = run.evaluation
-    console.print(overview_table(records, samples=settings.bootstrap_samples, seed=settings.seed))
-    console.print(LEGEND, style="dim")
+    if len({record["slice"] for record in records}) > 1:
+        samples, seed = settings.bootstrap_samples, settings.seed
+        console.print(overview_table(records, samples=samples, seed=seed))
     samples, promotion = result["samples"], result["promotion"]
     counts = ", ".join(f"{count} {name}" for name, count in samples["accounting"].items())
-    console.print(f"\nsamples   {samples['regenerated']} regenerated ({counts})")
-    console.print(f"head      {result['head']['chosen']}")
+    console.print(f"\nsamples   {samples['regenerated']} regenerated ({counts})", soft_wrap=True)
+    console.print(f"head      {result['head']['chosen']}", soft_wrap=True)
     for reason in promotion["reasons"]:
         mark = "[green]pass[/green]" if reason["passed"] else "[red]stop[/red]"
-        console.print(f"gate      {mark} {reason['gate']}: {reason['detail']}")
+        console.print(f"gate      {mark} {reason['gate']}: {reason['detail']}", soft_wrap=True)
     if promotion["promoted"]:
-        console.print(f"champion  [bold]{promotion['name']} version {promotion['champion']}[/bold]")
+        console.print(
+            f"champion  [bold]{promotion['name']} version {promotion['champion']}[/bold]",
+            soft_wrap=True,
+        )
     else:
-        console.print(f"champion  unchanged ({promotion['champion'] or 'none'})")
+        console.print(f"champion  unchanged ({promotion['champion'] or 'none'})", soft_wrap=True)
     console.print(
         "\nlook      jetspec registry show        the champion, its figures and its lineage\n"
         '          jetspec generate "..."       a prompt decoded with it, coloured by round\n'

@@ -172,7 +172,7 @@ def test_an_empty_file_is_one_clear_line(tmp_path):
         ("a.jsonl", b'{"prompt": "cut off'),
         ("a.jsonl", b'["a list"]'),
         ("a.jsonl.gz", b"not gzip"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 999)[:40]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 999, mtime=0)[:40]),
         ("a.parquet", b"not parquet"),
         ("a.parquet", b"PAR1 too short PAR1"),
         ("a.csv", b"prompt\nhi"),
