@@ -115,9 +115,8 @@ def train(
     from flows.cluster import connect
     from flows.distill import distill_with_ray
     from flows.registry import warm_start_uri
-    from jetspec.heads.shipped import resolve_shipped
 
-    start = resolve_shipped(warm_start_uri(config))
+    start = warm_start_uri(config)
     with connect(config.ray):
         result = distill_with_ray(config, samples, start)
     emit(result, as_json)

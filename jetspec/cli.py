@@ -90,13 +90,12 @@ def train(
 ) -> None:
     """Distil a draft head from the target on its own answers. A rerun takes up where it was cut."""
     config = _load(run, set)
-    from jetspec.heads.shipped import resolve_shipped
     from jetspec.training.stage import distil_head
     from jetspec.training.world import join_world
 
     with join_world() as world:
         report = show_metrics if world.rank == 0 and not as_json else ignore
-        warm_start = resolve_shipped(config.training.warm_start)
+        warm_start = config.training.warm_start
         result = distil_head(config, samples, warm_start=warm_start, world=world, report=report)
     if world.rank == 0:
         emit(result, as_json)
