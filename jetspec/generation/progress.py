@@ -47,16 +47,21 @@ def progress_bar() -> Iterator[Listener]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("regenerate", total=None, rate=0.0, note="")
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task("regenerate", total=None, rate=0.0, note="")
 
-        def show(progress: RegenerationProgress) -> None:
-            bar.update(
-                task,
-                completed=progress.done,
-                total=progress.total,
-                rate=progress.tokens / max(progress.seconds, 1e-9),
-                note=progress.note,
-            )
+    def show(progress: RegenerationProgress) -> None:
+        bar.start()  # not before there is progress: a mistake in the settings is one line alone
+        bar.update(
+            task,
+            completed=progress.done,
+            total=progress.total,
+            rate=progress.tokens / max(progress.seconds, 1e-9),
+            note=progress.note,
+        )
 
+    try:
         yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
