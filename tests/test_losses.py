@@ -2,12 +2,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from jetspec.config import parse_config
+from jetspec.errors import JetspecError
 from jetspec.heads.edges import MarkovEdges
 from jetspec.training.blocks import plan_chunks
 from jetspec.training.config import LossConfig
 from jetspec.training.losses import distil, edge_loss, top_k
 
-KINDS = ("forward_kl", "reverse_kl", "hard_labels")
+KINDS = ("forward_kl", "reverse_kl", "total_variation", "hard_labels")
+DSPARK = {"hard_labels": 0.1, "total_variation": 0.9}
+EVERYTHING = {kind: 0.2 + 0.3 * index for index, kind in enumerate(KINDS)}
 
 
 def problem(seed=0, slots=13, positions=6, size=8, vocabulary=20):
@@ -49,12 +53,14 @@ def direct(p, config):
     z_q = hidden[p["slots"]] @ p["weight"].double().T
     z_p = p["teacher"].double()[p["teachers"][p["shared"]]] @ p["weight"].double().T
     log_q, log_p = (z_q / t).log_softmax(-1), (z_p / t).log_softmax(-1)
-    if config.kind == "forward_kl":
-        rows = t**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
-    elif config.kind == "reverse_kl":
-        rows = t**2 * (log_q.exp() * (log_q - log_p)).sum(-1)
-    else:
-        rows = F.cross_entropy(z_q, p["labels"], reduction="none")
+    kinds = config.kind if isinstance(config.kind, dict) else {config.kind: 1.0}
+    formulas = {
+        "forward_kl": t**2 * (log_p.exp() * (log_p - log_q)).sum(-1),
+        "reverse_kl": t**2 * (log_q.exp() * (log_q - log_p)).sum(-1),
+        "total_variation": t**2 * 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1),
+        "hard_labels": F.cross_entropy(z_q, p["labels"], reduction="none"),
+    }
+    rows = sum(share * formulas[kind] for kind, share in kinds.items())
     loss = (rows * p["weights"]).sum()
     loss.backward()
     hits = (z_q.argmax(-1) == z_p.argmax(-1)).float()
@@ -62,7 +68,7 @@ def direct(p, config):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, DSPARK, EVERYTHING], ids=str)
 def test_chunked_loss_equals_the_direct_one(kind, temperature):
     config = LossConfig(kind=kind, temperature=temperature, chunk_tokens=4)
     for seed in range(3):
@@ -74,7 +80,7 @@ def test_chunked_loss_equals_the_direct_one(kind, temperature):
         assert torch.equal(result.hits, hits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, EVERYTHING], ids=str)
 def test_chunk_size_does_not_change_the_loss(kind):
     p = problem()
     results = [run(p, LossConfig(kind=kind, chunk_tokens=size)) for size in (1, 5, 100)]
@@ -131,7 +137,7 @@ def test_true_token_is_always_among_the_candidates():
 
 
 @pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("kind", ["forward_kl", "hard_labels"])
+@pytest.mark.parametrize("kind", ["forward_kl", "hard_labels", DSPARK], ids=str)
 def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
     p, vocabulary, size = problem(vocabulary=20), 20, 8
     config = LossConfig(kind=kind, edge_candidates=4, chunk_tokens=1)
@@ -158,11 +164,14 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
         factors = factors * 2 * torch.sigmoid(hidden.detach() @ edges.gate_proj.weight.T)
     children = unit[tokens] @ edges.child_proj.weight.T
     log_s = (log_q + (factors[:, None] * children).sum(-1)).log_softmax(-1)
-    if kind == "hard_labels":
-        rows = -log_s[tokens == p["labels"][:, None]]
-    else:
-        target = log_p.softmax(-1)
-        rows = (target * (target.log() - log_s)).sum(-1)
+    target = log_p.softmax(-1)
+    formulas = {
+        "hard_labels": -log_s[tokens == p["labels"][:, None]],
+        "total_variation": 0.5 * (log_s.exp() - target).abs().sum(-1),
+        "forward_kl": (target * (target.log() - log_s)).sum(-1),
+    }
+    shares = kind if isinstance(kind, dict) else {kind: 1.0}
+    rows = sum(share * formulas[name] for name, share in shares.items())
     expected = (rows * p["weights"]).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
@@ -179,3 +188,18 @@ def test_grouped_top_k_is_top_k(size):
         best, places = top_k(values, count, group=16)
         expected = values.topk(count, dim=-1)
         assert torch.equal(best, expected.values) and torch.equal(places, expected.indices)
+
+
+@pytest.mark.parametrize(
+    "kind", ["jensen_shannon", {}, {"forward_kl": 0.0}, {"forward_kl": 1.0, "mse": 1.0}], ids=str
+)
+def test_an_unknown_kind_or_an_empty_share_is_refused(kind):
+    with pytest.raises(JetspecError) as caught:
+        parse_config({"training": {"loss": {"kind": kind}}})
+    assert "training.loss.kind" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mixture_of_one_kind_is_that_kind():
+    p = problem()
+    alone, mixed = (run(p, LossConfig(kind=k)) for k in ("reverse_kl", {"reverse_kl": 1.0}))
+    assert torch.equal(alone[1], mixed[1]) and torch.equal(alone[0].loss, mixed[0].loss)

@@ -1,30 +1,49 @@
 """How a draft head is distilled."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from jetspec.settings import Settings
+
+LossKind = Literal["forward_kl", "reverse_kl", "total_variation", "hard_labels"]
+Share = Annotated[float, Field(gt=0)]
+Mixture = Annotated[dict[LossKind, Share], Field(min_length=1)]
+
+
+def _form(kind: Any) -> str:
+    return "mixture" if isinstance(kind, dict) else "single"
 
 
 class LossConfig(Settings):
     """Distillation loss (paper eq. 14).
 
     Attributes:
-        kind: forward KL, reverse KL, or hard labels (the target's own tokens).
-        temperature: T_KD; the loss is scaled by its square.
+        kind: forward KL, reverse KL, total variation, or hard labels (the target's own tokens);
+            or a mixture, each kind with its share: {hard_labels: 0.1, total_variation: 0.9}.
+        temperature: T_KD; the loss is scaled by its square. Hard labels know no temperature.
         gamma: depth weight exp(-(k-1)/gamma); 0 is uniform.
         chunk_tokens: slots whose vocabulary row exists at one time in fp32.
         edge_candidates: candidates a slot among which path scores are trained.
         edge_weight: weight of the path scores' loss, when the head has them.
     """
 
-    kind: Literal["forward_kl", "reverse_kl", "hard_labels"] = "forward_kl"
+    kind: Annotated[
+        Annotated[LossKind, Tag("single")] | Annotated[Mixture, Tag("mixture")],
+        Discriminator(_form),
+    ] = "forward_kl"
     temperature: float = Field(1.0, gt=0)
     gamma: float = Field(0.0, ge=0)
     chunk_tokens: int = Field(1024, ge=1)
     edge_candidates: int = Field(32, ge=2)
     edge_weight: float = Field(1.0, gt=0)
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        """(kind, share) of what is added up; one kind alone has share 1."""
+        if isinstance(self.kind, str):
+            return ((self.kind, 1.0),)
+        return tuple(sorted(self.kind.items()))
 
 
 class TrainingConfig(Settings):

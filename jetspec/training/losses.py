@@ -116,7 +116,7 @@ class _ChunkedDistillation(torch.autograd.Function):
                 taught = project(teacher_hidden[teachers[first:last]])  # [u, V]
                 label, weight = labels[here], weights[here]
                 measured = measure(
-                    student, taught, shared, label, weight, config.kind, config.temperature
+                    student, taught, shared, label, weight, config.terms, config.temperature
                 )
                 loss += measured.loss
                 hits.append(measured.hits)
@@ -162,7 +162,7 @@ def slot_losses(
     shared: Tensor,
     labels: Tensor,
     weights: Tensor,
-    kind: str,
+    terms: Sequence[tuple[str, float]],
     temperature: float,
 ) -> SlotLosses:
     """Loss and gradient in closed form, with as few passes over the vocabulary as will do.
@@ -171,32 +171,51 @@ def slot_losses(
         student: fp32 [m, V]; taught: fp32 [u, V]; both logits.
         shared: long [m], the row of `taught` that teaches each slot.
         labels: long [m]; weights: fp32 [m].
+        terms: (kind, share) of what is added up; see `LossConfig.kind`.
     """
     student_best, taught_best = student.argmax(-1), taught.argmax(-1)
     hits = (student_best == taught_best[shared]).float()
     q, student_lse = _softmax(student, student_best)
     p, teacher_lse = _softmax(taught, taught_best)
-    if kind == "hard_labels":
+    loss = student.new_zeros(())
+    gradient: Tensor | None = None
+    soft = []
+    for kind, share in terms:
+        if kind != "hard_labels":
+            soft.append((kind, share))
+            continue
         rows = student_lse - student.gather(1, labels[:, None])[:, 0]
-        gradient = q.scatter_add(1, labels[:, None], -torch.ones_like(rows)[:, None])
-        gradient = gradient * weights[:, None]
-        return SlotLosses((rows * weights).sum(), gradient, hits, student_lse, teacher_lse)
-    lse_q, lse_p = student_lse, teacher_lse
-    if temperature != 1:
-        student, taught = student / temperature, taught / temperature
-        q, lse_q = _softmax(student, student_best)
-        p, lse_p = _softmax(taught, taught_best)
-    p, gap = p[shared], (lse_q - lse_p[shared])[:, None] - student + taught[shared]  # log p - log q
-    scale = (weights * temperature)[:, None]
-    if kind == "forward_kl":
-        # KL(p || q) = sum p (log p - log q); d/dz_q = (q - p) / T
-        rows = (p * gap).sum(-1)
-        gradient = (q - p) * scale
-    else:
-        # KL(q || p) = sum q (log q - log p); d/dz_q = q (log q - log p - KL) / T
-        rows = -(q * gap).sum(-1)
-        gradient = q * (-gap - rows[:, None]) * scale
-    loss = (rows * weights).sum() * temperature**2
+        d_rows = q.scatter_add(1, labels[:, None], -torch.ones_like(rows)[:, None])
+        loss = loss + (rows * (share * weights)).sum()
+        gradient = d_rows * (share * weights)[:, None]
+    if soft:
+        lse_q, lse_p = student_lse, teacher_lse
+        if temperature != 1:
+            student, taught = student / temperature, taught / temperature
+            q, lse_q = _softmax(student, student_best)
+            p, lse_p = _softmax(taught, taught_best)
+        p = p[shared]
+        for kind, share in soft:
+            if kind == "total_variation":
+                # TV = sum |q - p| / 2; d/dz_q = q (s - sum q s) / T, s = sign(q - p) / 2
+                gap = q - p
+                rows = gap.abs().sum(-1) / 2
+                sign = gap.sign() / 2
+                d_rows = q * (sign - (q * sign).sum(-1, keepdim=True))
+            else:
+                gap = (lse_q - lse_p[shared])[:, None] - student + taught[shared]  # log p - log q
+                if kind == "forward_kl":
+                    # KL(p || q) = sum p (log p - log q); d/dz_q = (q - p) / T
+                    rows = (p * gap).sum(-1)
+                    d_rows = q - p
+                else:
+                    # KL(q || p) = sum q (log q - log p); d/dz_q = q (log q - log p - KL) / T
+                    rows = -(q * gap).sum(-1)
+                    d_rows = q * (-gap - rows[:, None])
+            loss = loss + (rows * (share * weights)).sum() * temperature**2
+            d_rows = d_rows * (share * weights * temperature)[:, None]
+            gradient = d_rows if gradient is None else gradient + d_rows
+    assert gradient is not None
     return SlotLosses(loss, gradient, hits, student_lse, teacher_lse)
 
 
@@ -273,9 +292,9 @@ def edge_loss(
 ) -> Tensor:
     """Weighted sum of the path scores' loss, teacher-forced: the parent is the true token.
 
-    KL over each slot's candidates between the teacher and slot log-probability + S, both
-    renormalised there; with hard labels, cross-entropy of the true token. Slot scores and hidden
-    states are constants here: path scores never bend the head they correct.
+    The configured kinds over each slot's candidates, between the teacher and slot log-probability
+    + S, both renormalised there; reverse KL is taken forward. Slot scores and hidden states are
+    constants here: path scores never bend the head they correct.
 
     Args:
         hidden: [M, d], detached slot hidden states.
@@ -300,14 +319,24 @@ def edge_loss(
         )
         scores = renormalise(log_q[here], bias)
         scores = scores - torch.logsumexp(log_q[here], dim=-1, keepdim=True)  # [m, K], sums to one
-        if config.kind == "hard_labels":
-            true = (tokens[here] == labels[here, None]).float()
-            rows = -(true * scores).sum(-1)
-        else:
-            log_t = F.log_softmax(log_p[here], dim=-1)
-            rows = (log_t.exp() * (log_t - scores)).sum(-1)
+        true = tokens[here] == labels[here, None]
+        rows = _edge_rows(scores, F.log_softmax(log_p[here], dim=-1), true, config)
         total = total + (rows * weights[here]).sum()
     return total
+
+
+def _edge_rows(log_q: Tensor, log_p: Tensor, true: Tensor, config: LossConfig) -> Tensor:
+    """Losses [m] of log q against log p, both [m, K]; true: bool [m, K], the true token's place."""
+    rows = log_q.new_zeros(len(log_q))
+    for kind, share in config.terms:
+        if kind == "hard_labels":
+            row = -(true.float() * log_q).sum(-1)
+        elif kind == "total_variation":
+            row = (log_q.exp() - log_p.exp()).abs().sum(-1) / 2
+        else:
+            row = (log_p.exp() * (log_p - log_q)).sum(-1)
+        rows = rows + share * row
+    return rows
 
 
 def _pair_scores(parent: Tensor, factors: Tensor, place: Tensor) -> Tensor:
