@@ -98,7 +98,7 @@ def answer(
     """
     from jetspec.decode import decode
     from jetspec.drafters import HeadDrafter
-    from jetspec.heads.formats import load_head
+    from jetspec.heads.registry import load_head
     from jetspec.sampling import SamplingParams
     from jetspec.targets.load import load_target
     from jetspec.trees.config import TreeConfig

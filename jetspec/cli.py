@@ -147,7 +147,7 @@ def export(
     """Write a head in another engine's format."""
     from jetspec import storage
     from jetspec.heads.exports import export_head
-    from jetspec.heads.formats import load_head
+    from jetspec.heads.registry import load_head
     from jetspec.targets.config import TargetConfig
     from jetspec.targets.load import load_target
 

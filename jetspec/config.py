@@ -1,15 +1,15 @@
 """One run is one YAML file: every section's model lives beside the code it configures."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
 
 from jetspec.errors import JetspecError
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.generation.config import RegenerationConfig
-from jetspec.heads.config import HeadConfig
+from jetspec.heads.config import HeadConfig, HeadSettings, parse_head
 from jetspec.promotion import PromotionConfig
 from jetspec.prompts import PromptsConfig
 from jetspec.settings import Settings
@@ -39,7 +39,7 @@ class RunConfig(Settings):
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = PromptsConfig()
     regeneration: RegenerationConfig = RegenerationConfig()
-    head: HeadConfig = HeadConfig()
+    head: Annotated[SerializeAsAny[HeadSettings], BeforeValidator(parse_head)] = HeadConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()

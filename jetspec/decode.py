@@ -230,14 +230,14 @@ def prefill(batch: Batch) -> None:
     batch.leave()
 
 
-def draft(batch: Batch) -> Draft | None:
-    """Candidates of the slots after each anchor; None when decoding plainly."""
+def draft(batch: Batch) -> Draft | Tree | None:
+    """Candidates after each anchor; None when decoding plainly."""
     if batch.drafter is None:
         return None
     return batch.drafter.propose(batch.anchors, [sequel.history for sequel in batch.running])
 
 
-def build(batch: Batch, proposal: Draft | None) -> Tree:
+def build(batch: Batch, proposal: Draft | Tree | None) -> Tree:
     """The tree to verify under each anchor."""
     if proposal is None:
         return Tree.root_only(batch.anchors)

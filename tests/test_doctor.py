@@ -7,7 +7,7 @@ import torch
 from jetspec.errors import JetspecError
 from jetspec.heads import doctor
 from jetspec.heads.doctor import check_head, require_fit, training_record
-from jetspec.heads.formats import save_head
+from jetspec.heads.registry import save_head
 from tests.tiny import tiny_head, tiny_target
 
 

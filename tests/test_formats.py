@@ -7,7 +7,7 @@ import torch
 
 from jetspec.errors import JetspecError
 from jetspec.heads.exports import export_head
-from jetspec.heads.formats import load_head, save_head
+from jetspec.heads.registry import load_head, save_head
 from tests.tiny import tiny_head, tiny_target
 
 FORMATS = ("jetspec", "speculators", "dspark")

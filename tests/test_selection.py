@@ -3,7 +3,7 @@ import torch
 from jetspec.decode import decode
 from jetspec.drafters import HeadDrafter
 from jetspec.evaluation.selection import select_head
-from jetspec.heads.formats import load_head, save_head
+from jetspec.heads.registry import load_head, save_head
 from jetspec.prompts import load_prompts
 from jetspec.storage import write_manifest
 from jetspec.targets.load import load_target, target_fingerprint

@@ -12,7 +12,7 @@ from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import mean_tau, replay_tau
 from jetspec.heads.doctor import check_head
-from jetspec.heads.formats import load_head
+from jetspec.heads.registry import load_head
 from jetspec.storage import is_complete, read_json, read_manifest
 from jetspec.targets.load import load_target
 from jetspec.training import loop

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.config import RunConfig, parse_config
-from jetspec.heads.formats import save_head
+from jetspec.heads.registry import save_head
 from jetspec.storage import write_manifest
 from jetspec.targets.fingerprint import fingerprint
 from jetspec.targets.load import from_model

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from jetspec.trees.draft import Draft
+from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
     from jetspec.targets.target import Target
@@ -34,8 +35,8 @@ class Drafter(Protocol):
             valid: bool [B, T]; valid entries come first in a row.
         """
 
-    def propose(self, anchors: Tensor, histories: Sequence[Sequence[int]]) -> Draft:
-        """Candidates of the slots after each anchor.
+    def propose(self, anchors: Tensor, histories: Sequence[Sequence[int]]) -> Draft | Tree:
+        """Candidates after each anchor: edges between slots, or a tree that is still to be pruned.
 
         Args:
             anchors: long [B], the last committed tokens.

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from jetspec.trees.draft import Draft
+from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
-    from jetspec.heads.parallel import ParallelHead
+    from jetspec.heads.registry import DraftHead
     from jetspec.targets.target import Target
 
 
 class HeadDrafter:
-    """Drafts with a parallel head: one pass over [anchor, MASK, MASK, ...].
+    """Drafts with a head by its hooks `new_cache`, `extend` and `draft`.
 
     Args:
         head: the draft head; it names the layers it taps.
@@ -23,7 +24,7 @@ class HeadDrafter:
     """
 
     def __init__(
-        self, head: "ParallelHead", target: "Target", *, width: int, depth: int | None = None
+        self, head: "DraftHead", target: "Target", *, width: int, depth: int | None = None
     ) -> None:
         self.taps = head.taps
         self._head = head
@@ -38,9 +39,9 @@ class HeadDrafter:
         self, taps: Tensor | None, positions: Tensor, valid: Tensor, tokens: Tensor
     ) -> None:
         assert taps is not None
-        self._head.extend(self._cache, taps, positions, valid)
+        self._head.extend(self._cache, taps, positions, valid, tokens)
 
-    def propose(self, anchors: Tensor, histories: Sequence[Sequence[int]]) -> Draft:
+    def propose(self, anchors: Tensor, histories: Sequence[Sequence[int]]) -> Draft | Tree:
         embed, logits = self._target.embed, self._target.logits
         return self._head.draft(self._cache, anchors, embed, logits, self._width, self._depth)
 

@@ -19,7 +19,7 @@ from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.pooling import pooled_tau
 from jetspec.evaluation.report import markdown_table
 from jetspec.heads.doctor import require_fit
-from jetspec.heads.formats import load_head
+from jetspec.heads.registry import load_head
 from jetspec.prompts import Prompt, load_prompts
 from jetspec.stages import StageResult
 from jetspec.storage import (

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from jetspec.decode import decode
-from jetspec.drafters import Drafter, HeadDrafter, LookupDrafter
+from jetspec.drafters import Drafter, LookupDrafter
 from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import Cell
 from jetspec.evaluation.config import EvaluationConfig
@@ -102,7 +102,7 @@ def _drafter(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig
         raise JetspecError("head", None, f"the method {cell.method} needs a draft head; give one")
     width = 1 if cell.method == "chain" else min(config.width, target.vocab_size)
     depth = cell.budget if cell.method == "chain" else config.depth
-    return HeadDrafter(head, target, width=width, depth=depth)
+    return head.drafter(target, width=width, depth=depth)
 
 
 def _tree(cell: Cell, config: EvaluationConfig) -> TreeConfig | None:

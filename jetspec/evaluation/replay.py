@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetspec.heads.cache import HeadCache
-from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import DraftCache, DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.corpus import Corpus
 from jetspec.training.hidden_cache import HiddenStates, OnlineTeacher, sample_states
@@ -50,7 +49,7 @@ def mean_tau(replays: Sequence[Replay]) -> float:
 
 def replay_tau(
     target: Target,
-    head: ParallelHead,
+    head: DraftHead,
     samples: Sequence[Any],
     tree: TreeConfig | None = None,
     *,
@@ -74,7 +73,7 @@ def replay_tau(
 @torch.no_grad()
 def replay_corpus(
     target: Target,
-    head: ParallelHead,
+    head: DraftHead,
     corpus: Corpus,
     indices: np.ndarray,
     states: HiddenStates,
@@ -90,7 +89,7 @@ def replay_corpus(
         chosen = by_length[begin : begin + batch_size]
         batch, taps = sample_states(corpus, chosen, states, target.device)
         cache = head.new_cache(len(chosen))
-        head.extend(cache, taps, batch.positions, batch.documents >= 0)
+        head.extend(cache, taps, batch.positions, batch.documents >= 0, batch.input_ids)
         accepted = _walk(target, head, cache, batch.input_ids, corpus, chosen, tree)
         for index, rounds in zip(chosen, accepted, strict=True):
             found[int(index)] = Replay(
@@ -105,8 +104,8 @@ def replay_corpus(
 
 def _walk(
     target: Target,
-    head: ParallelHead,
-    cache: HeadCache,
+    head: DraftHead,
+    cache: DraftCache,
     tokens: Tensor,
     corpus: Corpus,
     chosen: np.ndarray,

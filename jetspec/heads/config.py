@@ -1,19 +1,60 @@
 """The shape of a draft head."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from jetspec.settings import Settings
 
+PARALLEL = "parallel"
 
-class HeadConfig(Settings):
+
+class HeadSettings(Settings):
+    """What every kind of draft head is configured by.
+
+    Attributes:
+        kind: the head's name in `heads/registry.py`.
+        block_size: anchor plus the slots that training lays behind it; a block of 16 trains 15.
+    """
+
+    # Fields that a dump leaves out at their default: stage keys made without them stay valid.
+    optional: ClassVar[frozenset[str]] = frozenset()
+
+    kind: str = PARALLEL
+    block_size: int = Field(16, ge=2)
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        fields = type(self).model_fields
+        unset = {name for name in self.optional if getattr(self, name) == fields[name].default}
+        if self.kind == PARALLEL:
+            unset |= {"kind"}
+        return {name: value for name, value in dump(self).items() if name not in unset}
+
+
+def parse_head(value: Any) -> Any:
+    """Plain values -> the settings class of their `kind`; anything else as it is.
+
+    Raises:
+        JetspecError: no head has that name.
+    """
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("kind", PARALLEL)
+    if kind == PARALLEL:
+        return HeadConfig.model_validate(value)
+    from jetspec.heads.registry import head_class
+
+    return head_class(str(kind)).settings.model_validate(value)
+
+
+class HeadConfig(HeadSettings):
     """A parallel draft head; sizes left at None follow the target's.
 
     Attributes:
         mask: `causal` is JetSpec's in-block mask, `bidirectional` is DFlash's. That and the loss
             are the only differences between the two heads.
-        block_size: anchor plus slots; a block of 16 drafts 15 tokens.
         taps: target layers whose outputs are fused; None spreads `num_taps` of them.
         mask_token_id: the token that fills an undecided slot; None picks an unused id.
         rope_parameters: rotary embedding as transformers writes it (`rope_theta`, `rope_type`).
@@ -23,7 +64,6 @@ class HeadConfig(Settings):
 
     mask: Literal["causal", "bidirectional"] = "causal"
     num_layers: int = Field(5, ge=1)
-    block_size: int = Field(16, ge=2)
     num_taps: int = Field(5, ge=1)
     taps: tuple[int, ...] | None = None
     mask_token_id: int | None = None

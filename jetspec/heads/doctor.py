@@ -10,14 +10,11 @@ from typing import Any
 import torch
 
 from jetspec.errors import JetspecError
-from jetspec.heads.formats import (
-    FOREIGN,
-    load_head,
-    read_config,
-    read_weights,
-)
+from jetspec.heads.files import read_config, read_weights
+from jetspec.heads.formats import FOREIGN
 from jetspec.heads.layers import rope_frequencies
 from jetspec.heads.parallel import ParallelHead, target_rope
+from jetspec.heads.registry import DraftHead, load_head
 from jetspec.storage import content_hash
 from jetspec.targets.target import Target
 from jetspec.training.blocks import block_mask_function, dense_mask
@@ -59,17 +56,17 @@ def check_head(
         Finding(True, "files", f"{sum(t.numel() for t in state.values()):,} weights"),
         *_weights(raw, state),
         *fit,
-        _mask_token(head, target),
-        _causal_keys(raw),
-        _rope(head, target),
         *_training(raw.get("jetspec_training") or {}, target, enable_thinking),
     ]
+    if not isinstance(head, ParallelHead):
+        return findings
+    findings += [_mask_token(head, target), _causal_keys(raw), _rope(head, target)]
     if all(finding.ok for finding in fit):
         findings += _slots(raw, head, target)
     return findings
 
 
-def require_fit(head: ParallelHead, target: Target, name: str) -> None:
+def require_fit(head: DraftHead, target: Target, name: str) -> None:
     """Refuse a head whose shapes do not fit the target.
 
     Raises:
@@ -98,7 +95,7 @@ def _template(target: Target) -> str:
     return str(getattr(target.tokenizer, "chat_template", None) or "")
 
 
-def _fit(head: ParallelHead, target: Target) -> Iterator[Finding]:
+def _fit(head: DraftHead, target: Target) -> Iterator[Finding]:
     sizes = [
         ("hidden size", head.hidden_size, target.hidden_size),
         ("vocabulary", head.vocab_size, target.vocab_size),

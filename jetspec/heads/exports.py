@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from jetspec.errors import JetspecError
+from jetspec.heads.files import CONFIG, DType
 from jetspec.heads.formats import (
-    CONFIG,
-    DType,
     HeadShape,
     edges_config,
     layer_config,
@@ -24,6 +23,7 @@ from jetspec.heads.formats import (
     write_head,
 )
 from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import DraftHead
 from jetspec.storage import join
 from jetspec.targets.target import Target
 
@@ -31,7 +31,7 @@ Format = Literal["jetspec", "speculators", "dspark"]
 
 
 def export_head(
-    head: ParallelHead,
+    head: DraftHead,
     directory: str,
     target: Target,
     *,
@@ -45,10 +45,12 @@ def export_head(
     when they have no gate.
 
     Raises:
-        JetspecError: the format is unknown, or `head` does not fit `target`.
+        JetspecError: the format is unknown, or `head` does not fit `target` or the formats.
     """
     from jetspec.heads.doctor import require_fit
 
+    if not isinstance(head, ParallelHead):
+        raise JetspecError("head.kind", head.config.kind, "only parallel heads have export formats")
     require_fit(head, target, directory)
     record = {"target_fingerprint": target.fingerprint, **(training or {})}
     state = trunk_state(head)

@@ -5,67 +5,44 @@ prefix, no embedding and no output projection. Path scores lie beside it in `edg
 so that readers of A which do not know them are undisturbed.
 """
 
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-import safetensors.torch
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from jetspec.errors import JetspecError
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.parallel import ParallelHead
-from jetspec.storage import (
-    atomic_write,
-    exists,
-    filesystem,
-    join,
-    list_files,
-    read_json,
-    write_json,
+from jetspec.heads.files import (
+    CONFIG,
+    EDGES,
+    WEIGHTS,
+    DType,
+    load_state,
+    read_tensors,
+    read_weights,
+    write_tensors,
 )
+from jetspec.heads.parallel import ParallelHead
+from jetspec.storage import join, write_json
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-EDGES = "edges.safetensors"
-DType = Literal["fp32", "bf16"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Weights of the target that some trainers save along; ours come from the target itself.
 FOREIGN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "t2d", "d2t")
 _TABLES = "markov_head."  # format C's spelling of path scores, made from `edges.safetensors`
+_Parallel = TypeVar("_Parallel", bound=ParallelHead)
 
 
-def save_head(
-    head: ParallelHead,
-    directory: str,
-    *,
-    target_fingerprint: str,
-    training: dict[str, Any] | None = None,
-    dtype: DType = "fp32",
-) -> None:
-    """Write `head` in format A. The caller closes the directory with a manifest.
-
-    Args:
-        training: facts the doctor compares before the head serves, such as `enable_thinking`.
-        dtype: of the saved tensors; the config says the same.
-    """
-    record = {"target_fingerprint": target_fingerprint, **(training or {})}
+def save_native(head: ParallelHead, directory: str, record: dict[str, Any], dtype: DType) -> None:
+    """Write `head` in format A; see `DraftHead.save`."""
     write_head(directory, native_config(head, dtype, record), trunk_state(head), dtype)
     write_edges(head, directory, dtype)
 
 
-def load_head(directory: str) -> ParallelHead:
-    """A head of any known format, on the CPU in fp32, ready to draft.
-
-    Raises:
-        JetspecError: the directory is no head, its config contradicts itself, or weights are
-            missing, superfluous or of another shape.
-    """
+def load_parallel(cls: type[_Parallel], raw: dict[str, Any], directory: str) -> _Parallel:
+    """A parallel head of any of the three formats; see `DraftHead.load`."""
     from jetspec.heads import exports
 
-    raw = read_config(directory)
     reader = exports.READERS[exports.format_of(raw, directory)]
-    return build_head(reader(raw, directory), directory)
+    return build_head(cls, reader(raw, directory), directory)
 
 
 def native_config(head: ParallelHead, dtype: DType, record: dict[str, Any]) -> dict[str, Any]:
@@ -234,9 +211,9 @@ def _mask(own: dict[str, Any], directory: str) -> str:
     return "causal" if said == {True} else "bidirectional"
 
 
-def build_head(shape: HeadShape, directory: str) -> ParallelHead:
+def build_head(cls: type[_Parallel], shape: HeadShape, directory: str) -> _Parallel:
     """The head of `shape` with the weights of `directory`."""
-    head = ParallelHead(
+    head = cls(
         shape.config,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -247,34 +224,11 @@ def build_head(shape: HeadShape, directory: str) -> ParallelHead:
         for name, tensor in read_weights(directory).items()
         if not name.startswith((*FOREIGN, _TABLES))
     }
-    _load(head, trunk, {k for k in head.state_dict() if not k.startswith("edges.")}, directory)
+    load_state(head, trunk, {k for k in head.state_dict() if not k.startswith("edges.")}, directory)
     if head.edges is not None:
         edges = read_tensors(join(directory, EDGES))
-        _load(head.edges, edges, set(head.edges.state_dict()), directory)
+        load_state(head.edges, edges, set(head.edges.state_dict()), directory)
     return head.eval()
-
-
-def _load(
-    module: torch.nn.Module, state: dict[str, Tensor], wanted: set[str], directory: str
-) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    for problem, names in (
-        ("lacks", sorted(wanted - state.keys())),
-        ("has weights this head does not know:", sorted(state.keys() - wanted)),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise JetspecError(
-                "head", directory, f"{problem} {names[0]}{more}; wrong head or config"
-            )
-    for name, tensor in state.items():
-        if tuple(tensor.shape) != shapes[name]:
-            raise JetspecError(
-                "head",
-                directory,
-                f"{name} is {tuple(tensor.shape)}, config.json makes it {shapes[name]}; mend one",
-            )
-    module.load_state_dict(state, strict=False)
 
 
 def trunk_state(head: ParallelHead) -> dict[str, Tensor]:
@@ -292,45 +246,3 @@ def write_head(
 def write_edges(head: ParallelHead, directory: str, dtype: DType) -> None:
     if head.edges is not None:
         write_tensors(join(directory, EDGES), head.edges.state_dict(), dtype)
-
-
-def write_tensors(uri: str, state: dict[str, Tensor], dtype: DType) -> None:
-    tensors = {name: t.detach().to("cpu", _DTYPES[dtype]).contiguous() for name, t in state.items()}
-    with atomic_write(uri) as file:
-        file.write(safetensors.torch.save(tensors, metadata={"format": "pt"}))
-
-
-def read_tensors(uri: str) -> dict[str, Tensor]:
-    """Tensors of one safetensors file.
-
-    Raises:
-        JetspecError: the file is missing or damaged.
-    """
-    fs, path = filesystem(uri)
-    try:
-        with fs.open(path, "rb") as file:
-            return safetensors.torch.load(file.read())
-    except FileNotFoundError as error:
-        raise JetspecError("head", uri, "not found; the head is incomplete") from error
-    except safetensors.SafetensorError as error:
-        raise JetspecError("head", uri, f"damaged ({error}); make the head again") from error
-
-
-def read_weights(directory: str) -> dict[str, Tensor]:
-    """All weights of a head, from one file or from shards."""
-    names = [n for n in list_files(directory) if n.endswith(".safetensors") and n != EDGES]
-    if not names:
-        raise JetspecError("head", directory, f"no {WEIGHTS}; give a head directory")
-    state: dict[str, Tensor] = {}
-    for name in names:
-        state |= read_tensors(join(directory, name))
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def read_config(directory: str) -> dict[str, Any]:
-    if not exists(join(directory, CONFIG)):
-        raise JetspecError("head", directory, f"no {CONFIG}; give a head directory")
-    raw = read_json(join(directory, CONFIG))
-    if not isinstance(raw, dict):
-        raise JetspecError("head", join(directory, CONFIG), "must be a mapping")
-    return raw

@@ -4,8 +4,8 @@ arXiv 2606.18394, round step 2. The in-block mask is causal (JetSpec) or bidirec
 the embedding and the output projection are the target's own and live with the target.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,19 @@ from jetspec.errors import JetspecError
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.edges import MarkovEdges
+from jetspec.heads.files import DType
 from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
+from jetspec.heads.registry import DraftHead, register
 from jetspec.targets.target import Target
 from jetspec.trees.draft import Draft
 
+if TYPE_CHECKING:
+    from jetspec.training.blocks import Batch
+    from jetspec.training.config import LossConfig
 
-class ParallelHead(nn.Module):
+
+@register
+class ParallelHead(DraftHead):
     """A draft head over a frozen target.
 
     Args:
@@ -30,15 +37,19 @@ class ParallelHead(nn.Module):
         num_target_layers: recorded, so that a head is refused by a target of another depth.
     """
 
+    settings = HeadConfig
+    config: HeadConfig
+
     def __init__(
         self, config: HeadConfig, *, hidden_size: int, vocab_size: int, num_target_layers: int
     ) -> None:
-        super().__init__()
+        super().__init__(
+            config,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_target_layers=num_target_layers,
+        )
         assert config.taps is not None and config.rms_norm_eps is not None
-        self.config = config
-        self.hidden_size = hidden_size
-        self.vocab_size = vocab_size
-        self.num_target_layers = num_target_layers
         self.fc = nn.Linear(len(config.taps) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
@@ -53,14 +64,8 @@ class ParallelHead(nn.Module):
         self.rotary = RotaryEmbedding(config)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        assert self.config.taps is not None
-        return self.config.taps
-
-    @property
-    def depth(self) -> int:
-        """Tokens a block drafts."""
-        return self.config.block_size - 1
+    def scores_paths(self) -> bool:
+        return self.edges is not None
 
     @property
     def mask_token_id(self) -> int:
@@ -70,6 +75,43 @@ class ParallelHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
+
+    @classmethod
+    def resolve(cls, config: HeadConfig, target: Target) -> HeadConfig:
+        return resolve_head_config(config, target)
+
+    def reset(self) -> None:
+        if self.edges is not None:
+            self.edges.reset()
+
+    def added_to(self, start: Self) -> frozenset[str]:
+        return frozenset({"edge_rank", "edge_gate"}) if start.edges is None else frozenset()
+
+    def shards(self) -> Iterable[nn.Module]:
+        return self.layers
+
+    def loss(
+        self,
+        batch: "Batch",
+        taps: Tensor,
+        teacher_hidden: Tensor,
+        target: Target,
+        config: "LossConfig",
+    ) -> tuple[Tensor, Tensor]:
+        from jetspec.training.step import block_loss
+
+        return block_loss(self, batch, taps, teacher_hidden, target, config)
+
+    def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
+        from jetspec.heads.formats import save_native
+
+        save_native(self, directory, record, dtype)
+
+    @classmethod
+    def load(cls, raw: dict[str, Any], directory: str) -> Self:
+        from jetspec.heads.formats import load_parallel
+
+        return load_parallel(cls, raw, directory)
 
     def _layers(self) -> Iterator[HeadLayer]:
         for layer in self.layers:
@@ -119,14 +161,15 @@ class ParallelHead(nn.Module):
         )
 
     @torch.no_grad()
-    def extend(self, cache: HeadCache, taps: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Project newly committed context once and append it.
-
-        Args:
-            taps: [B, T, n·d]; rows that are not `valid` may hold anything finite.
-            positions: long [B, T].
-            valid: bool [B, T]; the valid rows of a sequence keep their order.
-        """
+    def extend(
+        self,
+        cache: HeadCache,
+        taps: Tensor,
+        positions: Tensor,
+        valid: Tensor,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Project newly committed context once and append it; `tokens` are not needed."""
         fused = self.fuse(taps.to(self.dtype))
         rotary = self.rotary(positions, fused.dtype)
         places = cache.destinations(valid)
@@ -295,21 +338,5 @@ def unused_token(target: Target) -> int:
 
 
 def new_head(config: HeadConfig, target: Target, seed: int = 0) -> ParallelHead:
-    """Fresh fp32 weights on the target's device: normal(0, 0.02), norms at one.
-
-    The same seed gives the same weights on every device.
-    """
-    head = ParallelHead(
-        resolve_head_config(config, target),
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, 0.02, generator=generator)
-        if head.edges is not None:
-            head.edges.reset()
-    return head.to(target.device)
+    """A fresh parallel head; see `DraftHead.new`."""
+    return ParallelHead.new(config, target, seed)

@@ -101,6 +101,10 @@ class Batch:
         steps = torch.arange(self.block_size, device=first.device)
         return (first[:, :, None] + steps).flatten(1)
 
+    def chosen(self) -> Tensor:
+        """long [M]: `slots` counted among the slots that can carry a loss, [R, A, D]."""
+        return self.slots - self.slots // self.block_size - 1
+
     def parents(self) -> Tensor:
         """long [R, A, D]: the true token before every slot's own, the teacher-forced parent."""
         anchor = self.input_ids.gather(1, self.anchors)[:, :, None]

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: the head in format A, the optimizer, and where the run stood.
+"""Checkpoints of a training run: the head as it is saved, the optimizer, and where the run stood.
 
 `step-000200/` is whole if and only if its manifest exists; the manifest is written last.
 """
@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from jetspec.errors import JetspecError
-from jetspec.heads.formats import load_head, save_head
-from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import DraftHead, load_head, save_head
 from jetspec.storage import (
     MANIFEST,
     atomic_write,
@@ -46,7 +45,7 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def full_head(module: nn.Module, like: ParallelHead) -> ParallelHead:
+def full_head(module: nn.Module, like: DraftHead) -> DraftHead:
     """A copy of a (perhaps sharded) head with all its weights; every process must call it.
 
     Args:
@@ -54,12 +53,7 @@ def full_head(module: nn.Module, like: ParallelHead) -> ParallelHead:
     """
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(module, options=options)
-    head = ParallelHead(
-        like.config,
-        hidden_size=like.hidden_size,
-        vocab_size=like.vocab_size,
-        num_target_layers=like.num_target_layers,
-    )
+    head = like.empty_copy()
     prefix = "head."
     own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     head.load_state_dict(own)
@@ -70,7 +64,7 @@ def save_checkpoint(
     directory: str,
     step: int,
     module: nn.Module,
-    head: ParallelHead,
+    head: DraftHead,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     *,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import replay_corpus
-from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import DraftHead
 from jetspec.storage import content_hash
 from jetspec.targets.target import Target
 from jetspec.training.checkpoints import (
@@ -51,7 +51,7 @@ class TrainResult:
         seconds: wall time, that of earlier attempts up to their last checkpoint included.
     """
 
-    head: ParallelHead
+    head: DraftHead
     steps: int
     curve: list[dict[str, float]]
     tau_estimate: float
@@ -106,7 +106,7 @@ def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
 
 def train(
     config: TrainingConfig,
-    head: ParallelHead,
+    head: DraftHead,
     target: Target,
     samples: Sequence[Any],
     *,
@@ -134,7 +134,7 @@ class _Run:
     def __init__(
         self,
         config: TrainingConfig,
-        head: ParallelHead,
+        head: DraftHead,
         target: Target,
         samples: Sequence[Any],
         directory: str,
@@ -268,7 +268,7 @@ class _Run:
             "grad_norm": norm,
             "epoch": self.schedule.epoch(done),
         }
-        if self.distiller.head.edges is None:
+        if not self.head.scores_paths:
             del metrics["edge_loss"]
         if estimate:
             metrics["tau_estimate"] = self._estimate_tau()
@@ -345,8 +345,8 @@ class _Run:
             param_dtype=torch.bfloat16 if self.device.type == "cuda" else None,
             reduce_dtype=torch.float32,
         )
-        for layer in self.head.layers:
-            fully_shard(layer, mp_policy=policy)
+        for part in self.head.shards():
+            fully_shard(part, mp_policy=policy)
         fully_shard(self.distiller, mp_policy=policy)
         return self.distiller
 

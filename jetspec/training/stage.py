@@ -11,10 +11,9 @@ import torch
 from jetspec import __version__
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
-from jetspec.heads.config import HeadConfig
+from jetspec.heads.config import HeadSettings
 from jetspec.heads.doctor import require_fit, training_record
-from jetspec.heads.formats import load_head, save_head
-from jetspec.heads.parallel import ParallelHead, new_head
+from jetspec.heads.registry import DraftHead, load_head, new_head, save_head
 from jetspec.records import environment
 from jetspec.samples import read_samples
 from jetspec.stages import StageResult
@@ -127,8 +126,8 @@ def align_weights(target: Target) -> None:
 
 
 def starting_head(
-    config: HeadConfig, target: Target, warm_start: str | None, seed: int
-) -> ParallelHead:
+    config: HeadSettings, target: Target, warm_start: str | None, seed: int
+) -> DraftHead:
     """Fresh weights, or those of `warm_start`.
 
     Path scores may be fresh where the warm start has none; in everything else its shape must be
@@ -142,14 +141,18 @@ def starting_head(
         return head
     start = load_head(warm_start)
     require_fit(start, target, warm_start)
-    added = {"edge_rank", "edge_gate"} if start.edges is None else set()
-    ours, theirs = (h.config.model_dump(exclude=added) for h in (head, start))
-    for name, value in ours.items():
-        if theirs[name] != value:
+    if start.config.kind != config.kind:
+        mend = f"the warm start {warm_start} is {start.config.kind}; set that"
+        raise JetspecError("head.kind", config.kind, mend)
+    for name in type(head.config).model_fields:
+        if name in head.added_to(start):
+            continue
+        value, theirs = getattr(head.config, name), getattr(start.config, name)
+        if theirs != value:
             raise JetspecError(
-                f"head.{name}", value, f"the warm start {warm_start} has {theirs[name]}; set that"
+                f"head.{name}", value, f"the warm start {warm_start} has {theirs}; set that"
             )
-    # Path scores that the start lacks keep their fresh weights.
+    # Parts that the start lacks keep their fresh weights.
     head.load_state_dict(start.state_dict(), strict=False)
     return head
 

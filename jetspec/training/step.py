@@ -1,15 +1,19 @@
 """The part of a training step that has gradients: one module, so that DDP and FSDP2 can wrap it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.blocks import Batch, attention_mask
 from jetspec.training.config import LossConfig
 from jetspec.training.losses import distil, edge_loss
+
+if TYPE_CHECKING:
+    from jetspec.heads.parallel import ParallelHead
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,19 @@ class Statistics:
     @classmethod
     def zero(cls, depth: int, device: torch.device) -> "Statistics":
         return cls(torch.zeros(2 + 2 * depth, device=device))
+
+    @classmethod
+    def of(cls, batch: Batch, loss: Tensor, edge: Tensor, hits: Tensor) -> "Statistics":
+        """Of one batch.
+
+        Args:
+            loss, edge: scalars, weighted sums; edge is zero without path scores.
+            hits: fp32 [M], 1 where the head's best token at `batch.slots` is the teacher's.
+        """
+        places = batch.slots % batch.block_size - 1
+        none = hits.new_zeros(batch.block_size - 1)
+        counted = [none.index_add(0, places, x) for x in (hits, torch.ones_like(hits))]
+        return cls(torch.cat([torch.stack([loss.detach(), edge.detach()]), *counted]))
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(self.sums + other.sums)
@@ -48,7 +65,7 @@ class Distiller(nn.Module):
         target: lends its embedding and its output projection, both frozen.
     """
 
-    def __init__(self, head: ParallelHead, target: Target, config: LossConfig) -> None:
+    def __init__(self, head: DraftHead, target: Target, config: LossConfig) -> None:
         super().__init__()
         self.head = head
         self.config = config
@@ -60,48 +77,54 @@ class Distiller(nn.Module):
         Args:
             taps: [R, T, n·d]; teacher_hidden: [R, T, d].
         """
-        head, target, config = self.head, self._target, self.config
-        depth = batch.block_size - 1
-        causal = head.config.mask == "causal"
-        hidden = head(
-            head.fuse(taps),
-            batch.positions,
-            target.embed(batch.slot_ids(head.mask_token_id)),
-            batch.slot_positions(),
-            attention_mask(batch, causal=causal),
-        ).flatten(0, 1)  # [R * A * block, d]
-        chosen = batch.slots - batch.slots // batch.block_size - 1  # among slots that have a loss
-        labels = batch.labels.flatten()[chosen]
-        weights = batch.weights.flatten()[chosen]
-        result = distil(
-            hidden,
-            teacher_hidden.flatten(0, 1),
-            batch.slots,
-            batch.teachers,
-            batch.shared,
-            batch.chunks,
+        return self.head.loss(batch, taps, teacher_hidden, self._target, self.config)
+
+
+def block_loss(
+    head: "ParallelHead",
+    batch: Batch,
+    taps: Tensor,
+    teacher_hidden: Tensor,
+    target: Target,
+    config: LossConfig,
+) -> tuple[Tensor, Tensor]:
+    """The loss of a head that drafts a block in one pass; see `DraftHead.loss`."""
+    causal = head.config.mask == "causal"
+    hidden = head(
+        head.fuse(taps),
+        batch.positions,
+        target.embed(batch.slot_ids(head.mask_token_id)),
+        batch.slot_positions(),
+        attention_mask(batch, causal=causal),
+    ).flatten(0, 1)  # [R * A * block, d]
+    chosen = batch.chosen()
+    labels = batch.labels.flatten()[chosen]
+    weights = batch.weights.flatten()[chosen]
+    result = distil(
+        hidden,
+        teacher_hidden.flatten(0, 1),
+        batch.slots,
+        batch.teachers,
+        batch.shared,
+        batch.chunks,
+        labels,
+        weights,
+        target.project,
+        config,
+        with_candidates=head.edges is not None,
+    )
+    loss, edge = result.loss, torch.zeros_like(result.loss)
+    if head.edges is not None:
+        assert result.candidates is not None
+        edge = edge_loss(
+            head.edges,
+            result.candidates,
+            hidden.detach()[batch.slots],
+            batch.parents().flatten()[chosen],
             labels,
             weights,
-            target.project,
+            target.embed,
             config,
-            with_candidates=head.edges is not None,
         )
-        loss, edge = result.loss, torch.zeros_like(result.loss)
-        if head.edges is not None:
-            assert result.candidates is not None
-            edge = edge_loss(
-                head.edges,
-                result.candidates,
-                hidden.detach()[batch.slots],
-                batch.parents().flatten()[chosen],
-                labels,
-                weights,
-                target.embed,
-                config,
-            )
-            loss = loss + config.edge_weight * edge
-        places = batch.slots % batch.block_size - 1
-        hits = result.hits.new_zeros(depth).index_add_(0, places, result.hits)
-        counts = result.hits.new_zeros(depth).index_add_(0, places, torch.ones_like(result.hits))
-        means = torch.stack([result.loss.detach(), edge.detach()])
-        return loss, torch.cat([means, hits, counts])
+        loss = loss + config.edge_weight * edge
+    return loss, Statistics.of(batch, result.loss, edge, result.hits).sums

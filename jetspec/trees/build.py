@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
+from jetspec.trees.prune import prune_tree
 from jetspec.trees.scores import order_edges
 from jetspec.trees.tree import Tree
 
@@ -30,14 +31,16 @@ class Nodes(NamedTuple):
     sizes: Tensor
 
 
-def build_tree(draft: Draft, anchors: Tensor, config: TreeConfig) -> Tree:
+def build_tree(draft: Draft | Tree, anchors: Tensor, config: TreeConfig) -> Tree:
     """The tree of at most `config.budget` draft nodes under each anchor.
 
     Args:
-        draft: candidates and edges of B sequences.
+        draft: candidates and edges of B sequences, or a scored tree to be pruned.
         anchors: long [B], the last committed tokens.
         config: builder, budget, depth, width and score.
     """
+    if isinstance(draft, Tree):
+        return prune_tree(draft, config)
     draft = draft.narrow(config.width, config.depth)
     nodes = BUILDERS[config.builder](draft, config)
     widest = int(nodes.sizes.max())
