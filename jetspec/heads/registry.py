@@ -251,7 +251,7 @@ class DraftHead(nn.Module):
 
 HEADS: dict[str, type[DraftHead]] = {}
 # Where the heads of this package live; a module is imported when its head is first asked for.
-MODULES = {PARALLEL: "jetspec.heads.parallel"}
+MODULES = {PARALLEL: "jetspec.heads.parallel", "eagle3": "jetspec.heads.eagle"}
 _Head = TypeVar("_Head", bound=type[DraftHead])
 
 
