@@ -138,11 +138,10 @@ def _measured(records: Sequence[Record], config: PromotionConfig) -> Reason:
 
 
 def _lossless(records: Sequence[Record]) -> Reason:
-    drafted = [
-        r for r in records if r["method"] in ("lookup", "chain", "tree") and r["status"] == "ok"
-    ]
+    methods = ("lookup", "draft_model", "chain", "tree")
+    drafted = [r for r in records if r["method"] in methods and r["status"] == "ok"]
     wrong = [r for r in drafted if not (r["output_check"] or {}).get("passed")]
-    if not any(r["method"] != "lookup" for r in drafted):
+    if not any(r["method"] in ("chain", "tree") for r in drafted):
         return Reason("lossless", False, "no cell of the head has an output check")
     if wrong:
         worst = wrong[0]

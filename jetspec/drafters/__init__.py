@@ -3,5 +3,6 @@
 from jetspec.drafters.base import Drafter
 from jetspec.drafters.head import HeadDrafter
 from jetspec.drafters.lookup import LookupDrafter
+from jetspec.drafters.model import DraftModelDrafter
 
-__all__ = ["Drafter", "HeadDrafter", "LookupDrafter"]
+__all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "LookupDrafter"]

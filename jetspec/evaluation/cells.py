@@ -26,7 +26,7 @@ class Cell:
     """One measurement.
 
     Attributes:
-        method: `plain`, `hf_eager`, `lookup`, `chain` or `tree`.
+        method: `plain`, `hf_eager`, `lookup`, `draft_model`, `chain` or `tree`.
         builder: the tree builder; None where no tree is built.
         budget: draft nodes a round, the root not counted; 0 for the two baselines.
     """
@@ -62,7 +62,7 @@ def cell_label(fields: dict[str, Any]) -> str:
     """The method's name from a cell's or a record's fields."""
     if fields["method"] in BASELINES:
         return str(fields["method"])
-    name = fields["method"] if fields["builder"] in (None, "chain") else ""
+    name = fields["method"].replace("_", " ") if fields["builder"] in (None, "chain") else ""
     builder = {"best_first": "tree", "algorithm1": "algorithm 1"}.get(fields["builder"], "")
     return f"{name or builder} {fields['budget']}"
 
@@ -105,6 +105,8 @@ def _methods(config: EvaluationConfig, head_depth: int | None) -> list[tuple[str
     rows: list[tuple[str, str | None, int]] = [(name, None, 0) for name in BASELINES]
     if "lookup" in config.methods:
         rows.append(("lookup", "chain", config.lookup_depth))
+    if "draft_model" in config.methods:
+        rows.append(("draft_model", "chain", config.draft_model_depth))
     if "chain" in config.methods:
         limits = [n for n in (head_depth, config.depth) if n is not None]
         lengths = {min([budget, *limits]) for budget in config.budgets} or set(limits[:1])

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jetspec.settings import Settings
+from jetspec.targets.config import TargetConfig
 
-Method = Literal["plain", "lookup", "chain", "tree"]
+Method = Literal["plain", "lookup", "draft_model", "chain", "tree"]
 Positive = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
 
@@ -25,6 +26,9 @@ class EvaluationConfig(Settings):
         budgets: draft nodes of a tree; a chain is as long as the head drafts or the budget allows.
         lookup_depth: tokens copied in a round of prompt lookup.
         lookup_ngram: longest run of tokens that prompt lookup matches.
+        draft_model: a small language model with the target's tokenizer, for the method of that
+            name; it runs on the target's device.
+        draft_model_depth: tokens that the draft model drafts in a round, one after another.
         warmup_prompts: prompts decoded before the clock starts, for every method of a cell.
         warmup_tokens: tokens decoded of each of them.
         repeats: times every batch of prompts is decoded; times are averaged.
@@ -43,6 +47,8 @@ class EvaluationConfig(Settings):
     budgets: tuple[Positive, ...] = (16, 64, 128)
     lookup_depth: int = Field(10, ge=1)
     lookup_ngram: int = Field(3, ge=1)
+    draft_model: TargetConfig | None = None
+    draft_model_depth: int = Field(8, ge=1)
     batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1)
     slices: tuple[str, ...] | None = Field(None, min_length=1)
     temperatures: tuple[Temperature, ...] = Field((0.0,), min_length=1)
@@ -64,6 +70,8 @@ class EvaluationConfig(Settings):
     def _budgets_exist(self) -> "EvaluationConfig":
         if "tree" in self.methods and not (self.budgets and self.builders):
             raise ValueError("the method `tree` needs at least one budget and one builder")
+        if "draft_model" in self.methods and self.draft_model is None:
+            raise ValueError("the method `draft_model` needs draft_model.source; set it")
         return self
 
     @property

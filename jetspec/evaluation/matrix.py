@@ -16,6 +16,7 @@ from jetspec.evaluation.bench import CellRecord, run_group
 from jetspec.evaluation.budgets import serving_document
 from jetspec.evaluation.cells import ALL_SLICES, Cell, Group, cells, grouped
 from jetspec.evaluation.config import EvaluationConfig
+from jetspec.evaluation.draft_models import draft_model_key
 from jetspec.evaluation.pooling import pooled_tau
 from jetspec.evaluation.report import markdown_table
 from jetspec.heads.doctor import require_fit
@@ -42,6 +43,8 @@ SERVING_TABLE = "serving_table.json"
 OnProgress = Callable[[int, int, CellRecord], None]
 # Where a matrix runs and how often it is tried again do not change what it measures.
 _NOT_IN_KEY = {"workers", "max_attempts"}
+# In the key only of a matrix whose methods draft with it.
+_DRAFT_MODEL = {"draft_model", "draft_model_depth"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def make_plan(config: RunConfig, head_uri: str | None, *, other_target: bool = F
     for prompt in found.eval:
         by_slice.setdefault(prompt.slice, []).append(prompt)
     shape = {
-        "evaluation": settings.model_dump(mode="json", exclude=_NOT_IN_KEY),
+        "evaluation": settings.model_dump(mode="json", exclude=_NOT_IN_KEY | _DRAFT_MODEL),
         "dtype": config.target.dtype,
         "device": config.target.device,
         "target_fingerprint": fingerprint,
@@ -132,6 +135,8 @@ def make_plan(config: RunConfig, head_uri: str | None, *, other_target: bool = F
         "head": head_hash,
         "code_version": __version__,
     }
+    if model := draft_model_key(settings):
+        shape["draft_model"] = model
     key = content_hash(shape)
     facts = {
         "target_fingerprint": fingerprint,

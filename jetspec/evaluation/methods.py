@@ -10,10 +10,11 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from jetspec.decode import decode
-from jetspec.drafters import Drafter, LookupDrafter
+from jetspec.drafters import Drafter, DraftModelDrafter, LookupDrafter
 from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import Cell
 from jetspec.evaluation.config import EvaluationConfig
+from jetspec.evaluation.draft_models import draft_model
 from jetspec.sampling import SamplingParams
 from jetspec.trees.config import TreeConfig
 
@@ -64,13 +65,14 @@ def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationCon
     sampling = sampling_params(config, cell.temperature)
     if cell.method == "hf_eager":
         return lambda requests, limit: _hugging_face(target, requests, limit, sampling)
+    model = draft_model(config, target) if cell.method == "draft_model" else None
 
     def run(requests: Sequence[Request], limit: int) -> Decoded:
         started = time.perf_counter()
         result = decode(
             target,
             [request.input_ids for request in requests],
-            drafter=_drafter(cell, target, head, config),
+            drafter=_drafter(cell, target, head, model, config),
             tree=_tree(cell, config),
             sampling=sampling,
             max_new_tokens=limit,
@@ -92,12 +94,16 @@ def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationCon
     return run
 
 
-def _drafter(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig) -> Drafter | None:
-    """A fresh drafter: it carries the state of one batch."""
+def _drafter(
+    cell: Cell, target: Any, head: Any | None, model: Any | None, config: EvaluationConfig
+) -> Drafter | None:
+    """A fresh drafter: it carries the state of one batch. `model` is the draft model."""
     if cell.method == "plain":
         return None
     if cell.method == "lookup":
         return LookupDrafter(max_ngram=config.lookup_ngram, depth=cell.budget)
+    if model is not None:
+        return DraftModelDrafter(model, depth=cell.budget)
     if head is None:
         raise JetspecError("head", None, f"the method {cell.method} needs a draft head; give one")
     width = 1 if cell.method == "chain" else min(config.width, target.vocab_size)
@@ -108,7 +114,7 @@ def _drafter(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig
 def _tree(cell: Cell, config: EvaluationConfig) -> TreeConfig | None:
     if cell.method == "plain":
         return None
-    if cell.method in ("lookup", "chain"):
+    if cell.method in ("lookup", "draft_model", "chain"):
         shape = {"depth": cell.budget, "width": 1}
     else:
         names = ("depth", "width", "score", "alpha")
