@@ -298,6 +298,7 @@ def down(storage: Storage = _STORAGE) -> None:
 
 
 app.command(rich_help_panel=_LOOK)(library.doctor)
+app.command(rich_help_panel=_LOOK)(library.diagnose)
 app.command(rich_help_panel=_LOOK)(library.targets)
 app.command(rich_help_panel=_KEEP)(library.export)
 app.add_typer(registry_app, name="registry", rich_help_panel=_KEEP)

@@ -50,6 +50,10 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script, nothing else.")]
 HeadDir = Annotated[str, typer.Argument(metavar="HEAD", help="A head directory or its URI.")]
+Budgets = Annotated[
+    str | None,
+    typer.Option(metavar="N,N,...", help="Tree budgets, e.g. 16,64,256; by default the run's."),
+]
 TargetSource = Annotated[
     str,
     typer.Option(
@@ -132,6 +136,36 @@ def doctor(head: HeadDir, target: TargetSource = "embedded", as_json: AsJson = F
             typer.echo(f"{typer.style(mark, fg=color)}  {finding.check}: {finding.detail}")
     if not well:
         raise typer.Exit(1)
+
+
+@app.command()
+def diagnose(
+    head: HeadDir,
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run file; none takes the head's own record."),
+    ] = None,
+    samples: Annotated[
+        str | None,
+        typer.Option("--samples", help="A samples directory; by default the head's held-out ones."),
+    ] = None,
+    answers: Annotated[int, typer.Option(help="Look at so many answers at most.", min=1)] = 24,
+    budgets: Budgets = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Keep figures, facts and the log of drafts in this new directory."),
+    ] = None,
+    replay_all: Annotated[
+        bool, typer.Option("--replay-all", help="Check every predicted tau by replay.")
+    ] = False,
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a head is right, where it is wrong, and what tau any tree would have."""
+    config = None if run is None else _load(run, set)
+    if run is None and set:
+        raise JetspecError("--set", set[0], "changes a run; give RUN too")
+    show_diagnosis(head, config, samples, answers, budgets, out, replay_all, as_json)
 
 
 @app.command()
@@ -228,6 +262,39 @@ def show_evaluation(result: Any, as_json: bool) -> None:
     typer.echo(result.uri)
 
 
+def show_diagnosis(
+    head: str,
+    config: Any,
+    samples: str | None,
+    answers: int,
+    budgets: str | None,
+    out: str | None,
+    replay_all: bool,
+    as_json: bool,
+) -> None:
+    """Diagnose a head and print the page, or its facts; figures and log go to `out`."""
+    from jetspec import storage
+    from jetspec.diagnostics.diagnose import diagnose_head, make_plan
+    from jetspec.diagnostics.report import diagnosis_view
+
+    wanted = numbers("--budgets", budgets)
+    if out is not None and storage.list_files(out):
+        raise JetspecError("--out", out, "is not empty; give a new directory")
+    plan = make_plan(head, config, samples, answers)
+    with stages(as_json) as listen:
+        found = diagnose_head(plan, budgets=wanted, replay_all=replay_all, listen=listen)
+    if out is not None:
+        found.write(out)
+    if as_json:
+        emit(found.facts, as_json)
+        return
+    from rich.console import Console
+
+    Console().print(diagnosis_view(found.facts))
+    if out is not None:
+        typer.echo(out)
+
+
 def show_metrics(step: int, metrics: dict[str, float]) -> None:
     """One line of training progress."""
     shown = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key != "step")
@@ -251,6 +318,28 @@ def progress(verb: str, silent: bool) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(verb, total=None)
         yield lambda done, total, *rest: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def stages(silent: bool) -> Iterator[Any]:
+    """A line on stderr that tells what is being done; yields a call `(what)`."""
+    if silent or not sys.stderr.isatty():
+        yield ignore
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as line:
+        yield line.update
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Whole numbers from 1 on, written with commas between them."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise JetspecError(option, text, "write whole numbers with commas, e.g. 16,64,256")
+    return tuple(map(int, parts))
 
 
 def choice(option: str, value: str, allowed: tuple[str, ...]) -> None:

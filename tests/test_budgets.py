@@ -7,9 +7,6 @@ import pytest
 from jetspec.evaluation.budgets import budget_for, serving_document, serving_table, vllm_table
 from jetspec.evaluation.costs import (
     break_even,
-    expected_chain_tokens,
-    expected_speedup,
-    expected_tree_tokens,
     hours,
     round_costs,
 )
@@ -150,43 +147,6 @@ def test_batches_between_measured_ones_take_the_larger_neighbours_budget():
     table = [{"batch_size": b, "budget": n} for b, n in ((1, 128), (4, 32), (16, 0))]
     assert [budget_for(table, b)["budget"] for b in (1, 2, 4, 5, 16, 99)] == [128, 32, 32, 0, 0, 0]
     assert budget_for([], 3)["budget"] == 0
-
-
-def test_chain_formula_equals_the_sum_of_powers():
-    for acceptance in (0.0, 0.3, 0.9, 1.0):
-        for length in (1, 5, 15):
-            assert expected_chain_tokens(acceptance, length) == pytest.approx(
-                sum(acceptance**k for k in range(length + 1))
-            )
-
-
-def test_tree_formula_equals_simulation():
-    # Root with children 1 and 2 (at most one of them is right), 3 under 1, 4 under 2.
-    parents, p = [-1, 0, 0, 1, 2], [1.0, 0.6, 0.3, 0.5, 0.4]
-    draw = random.Random(0)
-    total = 0
-    for _ in range(40_000):
-        u = draw.random()
-        branch = 1 if u < p[1] else 2 if u < p[1] + p[2] else 0
-        total += 1
-        if branch:
-            total += 1 + (draw.random() < p[3 if branch == 1 else 4])
-    assert expected_tree_tokens(parents, p) == pytest.approx(total / 40_000, abs=0.02)
-
-
-def test_a_wide_tree_is_not_worth_a_chain_of_its_budget():
-    wide = expected_tree_tokens([-1, 0, 0, 0, 0], [1.0, 0.6, 0.2, 0.1, 0.05])
-    assert wide == pytest.approx(1.95) and wide < expected_chain_tokens(0.6, 4)
-
-
-def test_a_chain_as_a_tree_gives_the_chain_formula():
-    assert expected_tree_tokens([-1, 0, 1, 2], [1, 0.7, 0.7, 0.7]) == pytest.approx(
-        expected_chain_tokens(0.7, 3)
-    )
-
-
-def test_speedup_formula_charges_every_draft():
-    assert expected_speedup(6.0, 16, 0.00845) == pytest.approx(6.0 / 1.1352)
 
 
 def test_break_even_is_where_saved_time_repays_the_investment():

@@ -26,6 +26,7 @@ COMMANDS = [
     "promote",
     "rollback",
     "registry",
+    "diagnose",
     "doctor",
     "targets",
     "export",

@@ -1,4 +1,4 @@
-"""What a head costs and when it pays: rounds, GPU-hours, break-even; and the papers' formulas."""
+"""What a head costs and when it pays: rounds, GPU-hours, break-even."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -94,31 +94,3 @@ def break_even(invested_hours: float, plain_tok_s: float, method_tok_s: float) -
     if saved <= 0:
         return BreakEven(invested_hours, saved, None, "the head is not faster: it never pays")
     return BreakEven(invested_hours, saved, invested_hours * 3600 / saved, None)
-
-
-def expected_chain_tokens(acceptance: float, length: int) -> float:
-    """E[tokens a round] of a chain of N draft tokens, each accepted with probability a after the
-    ones before it: (1 - a^(N+1)) / (1 - a)."""
-    if acceptance == 1:
-        return length + 1.0
-    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
-
-
-def expected_tree_tokens(parents: Sequence[int], edge_acceptance: Sequence[float]) -> float:
-    """E[tokens a round] of a tree: 1 + the sum over nodes of P(the path to the node is accepted).
-
-    The budget of a tree does not go into the chain's formula.
-
-    Args:
-        parents: parent of each node, -1 for the root at index 0; parents come before children.
-        edge_acceptance: P(node accepted | its parent was); the root's entry is not read.
-    """
-    reached = [1.0]
-    for node in range(1, len(parents)):
-        reached.append(reached[parents[node]] * edge_acceptance[node])
-    return sum(reached)
-
-
-def expected_speedup(tokens_per_round: float, length: int, draft_cost: float) -> float:
-    """tokens a round / (N·c + 1): a round costs one verification and N drafts of cost c."""
-    return tokens_per_round / (length * draft_cost + 1)

@@ -35,8 +35,7 @@ def write_figures(
     for name, figure in drawn.items():
         if figure is None:
             continue
-        figure.savefig(folder / name, dpi=_DPI)
-        paths.append(folder / name)
+        paths.append(save_figure(figure, folder / name))
     return paths
 
 
@@ -67,7 +66,9 @@ def heat_map(records: Sequence[Record], value: str) -> Any | None:
     low, high = float(np.nanmin(everything)), float(np.nanmax(everything))
     high = high if high > low else low + 1
     width = 1.6 + len(batches) * (0.72 * len(slices) + 0.5) + 0.9
-    figure_, axes = _axes(width, 1.5 + 0.38 * len(methods), columns=len(batches), share_y=True)
+    figure_, axes = figure_axes(
+        width, 1.5 + 0.38 * len(methods), columns=len(batches), share_y=True
+    )
     for batch, axis in zip(batches, axes, strict=True):
         image = axis.imshow(grids[batch], cmap=_colours(), vmin=low, vmax=high, aspect="auto")
         axis.set_title(f"batch {batch}")
@@ -96,7 +97,7 @@ def tau_by_budget(records: Sequence[Record]) -> Any | None:
     drawn = [r for r in cells if r["method"] in ("chain", "tree") and r["tau"] is not None]
     if not drawn:
         return None
-    figure, (axis,) = _axes(7.2, 4.2)
+    figure, (axis,) = figure_axes(7.2, 4.2)
     slices = list(dict.fromkeys(r["slice"] for r in drawn))
     builders = list(dict.fromkeys(r["builder"] for r in drawn if r["method"] == "tree"))
     for i, name in enumerate(slices):
@@ -147,7 +148,7 @@ def acceptance_by_depth(records: Sequence[Record]) -> Any | None:
     cells = [r for r in cells if r["slice"] != ALL_SLICES] or cells
     if not any(r["acceptance_by_depth"] for r in cells):
         return None
-    figure, (axis,) = _axes(7.2, 4.2)
+    figure, (axis,) = figure_axes(7.2, 4.2)
     deepest = max(len(r["acceptance_by_depth"]) for r in cells)
     for label in dict.fromkeys(cell_label(dict(r)) for r in cells):
         own = [r for r in cells if cell_label(dict(r)) == label]
@@ -174,7 +175,7 @@ def loss_curve(curve: Iterable[Mapping[str, Any]]) -> Any | None:
     losses = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
     if not losses:
         return None
-    figure, (axis,) = _axes(7.2, 4.2)
+    figure, (axis,) = figure_axes(7.2, 4.2)
     axis.plot(*zip(*losses, strict=True), color="C0", linewidth=1.4, label="loss")
     axis.set_xlabel("optimizer step")
     axis.set_ylabel("distillation loss (nats)", color="C0")
@@ -214,9 +215,16 @@ def _smallest_batch(records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r["batch_size"] == smallest]
 
 
-def _axes(
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG; returns the path."""
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def figure_axes(
     width: float, height: float, *, columns: int = 1, share_y: bool = False
 ) -> tuple[Any, Sequence[Any]]:
+    """A figure of `width` x `height` inches with a row of axes, drawn without a window system."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

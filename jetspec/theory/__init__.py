@@ -1,0 +1,1 @@
+"""The papers' formulas, costs measured on this machine, and what both predict."""
