@@ -5,9 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import dependent, enter
+
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, rows, width, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+def _silu_mul(
+    x_ptr, out_ptr, rows, width, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     ok = col < width
@@ -38,6 +43,6 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     out = torch.empty(rows, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
     chunk = 1024
     _silu_mul[(triton.cdiv(width, chunk), rows)](
-        gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4
+        gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4, **dependent()
     )
     return out

@@ -5,12 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import dependent, enter
+
 
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr, rows, width, eps,
-    PARTS: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
     ok = col < width
@@ -45,6 +48,6 @@ def add_rms_norm(
     _add_rms_norm[(rows,)](
         x, out if residual is None else residual, weight, out, new_residual, rows, width, eps,
         PARTS=parts, RESIDUAL=residual is not None, WIDTH=triton.next_power_of_2(width),
-        num_warps=8 if width >= 2048 else 4,
+        num_warps=8 if width >= 2048 else 4, **dependent(),
     )  # fmt: skip
     return out, new_residual

@@ -15,17 +15,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launch import dependent
+
+_READ_AHEAD = "cp.async.bulk.prefetch.L2.global [$1], {}; mov.u32 $0, 0;"
+
 
 @triton.jit
 def _product(
     x_ptr, w_ptr, out_ptr, m, n, k, part_k,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     step = tl.arange(0, STEP)
     first = part * part_k
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD != "":
+            # Weights depend on no other kernel: the first of them come to the L2 cache meanwhile.
+            rows = tl.where(output < n, output, 0).to(tl.int64)
+            at = (w_ptr + rows * k + first).to(tl.int64)
+            tl.inline_asm_elementwise(AHEAD, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     if DESCRIPTORS:
         for start in tl.range(first, first + part_k, STEP):
@@ -59,6 +72,8 @@ class GemmPlan:
     warps: int
     stages: int
     descriptors: bool = False
+    ahead: int = 1024
+    """Bytes of every weight row read ahead while the kernel before still runs; 0 reads none."""
 
 
 def parts_for(n: int, k: int) -> int:
@@ -69,14 +84,15 @@ def parts_for(n: int, k: int) -> int:
     return parts
 
 
-def gemm_plan(m: int, n: int) -> GemmPlan:
+def gemm_plan(m: int, n: int, item_bytes: int = 2) -> GemmPlan:
     """The measured choice (docs/kernels.md) for m rows and an [n, k] weight."""
+    narrow = max(item_bytes // 2, 1)  # steps share the stages' memory
     if m <= 16:
-        return GemmPlan(tokens=16, outputs=128, step=128, warps=4, stages=4)
+        return GemmPlan(tokens=16, outputs=128, step=128 // narrow, warps=4, stages=4)
     if m <= 64:
-        tokens = 32 if m <= 32 else 64
-        return GemmPlan(tokens=tokens, outputs=64 if n <= 8192 else 128, step=64, warps=4, stages=4)
-    return GemmPlan(tokens=128, outputs=64, step=64, warps=4, stages=4)
+        tokens, outputs = 32 if m <= 32 else 64, 64 if n <= 8192 else 128
+        return GemmPlan(tokens=tokens, outputs=outputs, step=64 // narrow, warps=4, stages=4)
+    return GemmPlan(tokens=128, outputs=64, step=64 // narrow, warps=4, stages=4)
 
 
 def small_gemm(
@@ -96,7 +112,7 @@ def small_gemm(
     m, k = x.shape
     n = w.shape[0]
     parts = parts_for(n, k) if parts is None else parts
-    plan = plan or gemm_plan(m, n)
+    plan = plan or gemm_plan(m, n, x.element_size())
     if k % (parts * plan.step):
         raise ValueError(f"K {k} is no multiple of {parts} parts x {plan.step}")
     if out is None:
@@ -108,10 +124,14 @@ def small_gemm(
     if plan.descriptors:
         x_source = TensorDescriptor.from_tensor(x, [plan.tokens, plan.step])
         w_source = TensorDescriptor.from_tensor(w, [plan.outputs, plan.step])
+    launch = dependent()
+    ahead = min(plan.ahead, k // parts * w.element_size()) // 16 * 16
+    read_ahead = launch["PDL"] and ahead and not plan.descriptors
     grid = (triton.cdiv(m, plan.tokens), triton.cdiv(n, plan.outputs), parts)
     _product[grid](
         x_source, w_source, out, m, n, k, k // parts,
         TOKENS=plan.tokens, OUTPUTS=plan.outputs, STEP=plan.step,
-        DESCRIPTORS=plan.descriptors, num_warps=plan.warps, num_stages=plan.stages,
+        DESCRIPTORS=plan.descriptors, AHEAD=_READ_AHEAD.format(ahead) if read_ahead else "",
+        num_warps=plan.warps, num_stages=plan.stages, **launch,
     )  # fmt: skip
     return out

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import dependent, enter
+
 CHUNK = 2048
 """Vocabulary entries a program reduces; part of the log-sum-exp's reduction order."""
 _NONE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
@@ -42,7 +44,10 @@ def _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _chunk_max(logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks, CHUNK: tl.constexpr):
+def _chunk_max(
+    logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     logits, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
@@ -56,8 +61,9 @@ def _chunk_max(logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks, CHUNK: tl.c
 @triton.jit
 def _chunk_best(
     logits_ptr, best_ptr, keys_ptr, vocab, stride, chunks,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     others = tl.arange(0, CHUNKS)
@@ -77,8 +83,9 @@ def _chunk_best(
 @triton.jit
 def _merge_best(
     keys_ptr, best_ptr, sum_ptr, values_ptr, tokens_ptr, lse_ptr, chunks,
-    WIDTH: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
     bests = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=_NONE)
@@ -123,18 +130,20 @@ def topk_logsumexp(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
     _chunk_max[(chunks, rows)](
-        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=4
-    )
+        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=4,
+        **dependent(),
+    )  # fmt: skip
     keys = best
     padded = triton.next_power_of_2(chunks)
     if width > 1:
         keys = torch.empty(rows, width, width, dtype=torch.int64, device=device)
         _chunk_best[(chunks, rows)](
             logits, best, keys, vocab, logits.stride(0), chunks,
-            WIDTH=width, CHUNK=CHUNK, CHUNKS=padded, num_warps=4,
+            WIDTH=width, CHUNK=CHUNK, CHUNKS=padded, num_warps=4, **dependent(),
         )  # fmt: skip
     _merge_best[(rows,)](
         keys, best, total, values, tokens, lse, chunks,
         WIDTH=width, KEYS=triton.next_power_of_2(width * width), CHUNKS=padded, num_warps=4,
+        **dependent(),
     )  # fmt: skip
     return values, tokens, lse

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launch import dependent, enter
+
 MERGE = 8
 """Splits merged at once; a constant of the reduction order, not a tuning knob."""
 
@@ -43,12 +45,15 @@ class Plan:
     descriptors: bool = False
 
 
-def plan_for(nodes: int, group: int, page_size: int) -> Plan:
-    """The measured choice (docs/kernels.md) for a launch of `nodes` rows a sequence."""
+def plan_for(nodes: int, group: int, page_size: int, row_bytes: int = 256) -> Plan:
+    """The measured choice (docs/kernels.md) for a launch of `nodes` rows a sequence.
+
+    Args:
+        row_bytes: of one key; wide rows get fewer stages, since the stages share 228 KB.
+    """
     tile = min(page_size, 64)
-    if nodes * group <= 64:
-        return Plan(rows=64, tile=tile, warps=4, stages=4)
-    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
+    stages = 2 if row_bytes > 256 else 4 if nodes * group <= 64 else 3
+    return Plan(rows=64, tile=tile, warps=4, stages=stages, descriptors=nodes * group > 64)
 
 
 def splits_for(rows: int, exact: bool) -> tuple[int, int]:
@@ -115,8 +120,9 @@ def _attend(
     scale, max_pages, nodes, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     tiles_of_rows = tl.cdiv(nodes * GROUP, ROWS)
     row_tile = tl.program_id(0) % tiles_of_rows
     head = tl.program_id(0) // tiles_of_rows
@@ -183,8 +189,9 @@ def _attend(
 def _merge(
     part_ptr, top_ptr, sum_ptr, prefix_ptr, counts_ptr, out_ptr, nodes, batch,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MERGE: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     row = tl.program_id(0)
     node = row // HEADS % nodes
     seq = row // HEADS // nodes
@@ -282,7 +289,7 @@ def tree_attention(
     batch, nodes, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
-    plan = plan or plan_for(nodes, group, page_size)
+    plan = plan or plan_for(nodes, group, page_size, head_dim * q.element_size())
     usual = splits_for(nodes * group, exact)
     split, max_splits = split or usual[0], max_splits or usual[1]
     if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
@@ -311,11 +318,11 @@ def tree_attention(
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
         ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, **dependent(),
     )  # fmt: skip
     _merge[(batch * nodes * heads,)](
         workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,
         nodes, batch, HEADS=heads, HEAD_DIM=head_dim, SPLIT=split, MAX_SPLITS=max_splits,
-        MERGE=MERGE, num_warps=1,
+        MERGE=MERGE, num_warps=1, **dependent(),
     )  # fmt: skip
     return out

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import dependent, enter
+
 
 @triton.jit
 def _reach(score, at, WORD: tl.constexpr):
@@ -104,13 +106,15 @@ def _grow(
 
 @triton.jit
 def _build(
-    cand_ptr, edge_ptr, anchor_ptr, level_score, level_rank, level_parent, number,
+    cand_ptr, edge_ptr, anchor_ptr, limits_ptr, level_score, level_rank, level_parent, number,
     tokens_ptr, parents_ptr, depths_ptr, scores_ptr, sizes_ptr,
     edge_tree, edge_depth, edge_parent, edge_child, depth, width, budget,
     FEW: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
-    NODES: tl.constexpr,
+    NODES: tl.constexpr, LIMITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     tree = tl.program_id(0)
+    most = tl.minimum(tl.load(limits_ptr + tree).to(tl.int32), budget) if LIMITS else budget
     scratch = tree.to(tl.int64) * LEVELS * SLOTS
     level_score += scratch
     level_rank += scratch
@@ -127,17 +131,17 @@ def _build(
         if kept <= FEW:
             kept, floor = _grow(
                 edge_ptr, level_score, level_rank, level_parent, level, kept, floor,
-                edge_depth, edge_parent, edge_child, width, budget, FEW, SLOTS, WIDTH,
+                edge_depth, edge_parent, edge_child, width, most, FEW, SLOTS, WIDTH,
             )  # fmt: skip
         else:
             kept, floor = _grow(
                 edge_ptr, level_score, level_rank, level_parent, level, kept, floor,
-                edge_depth, edge_parent, edge_child, width, budget, SLOTS, SLOTS, WIDTH,
+                edge_depth, edge_parent, edge_child, width, most, SLOTS, SLOTS, WIDTH,
             )  # fmt: skip
         tl.debug_barrier()
 
     score = tl.load(level_score + all_levels)
-    chosen, place, total, _ = _choose(score, budget, floor, LEVELS * SLOTS)
+    chosen, place, total, _ = _choose(score, most, floor, LEVELS * SLOTS)
     node = place + 1
     tl.store(number + all_levels, node)
     tl.debug_barrier()
@@ -167,7 +171,9 @@ def _build(
 def _pack_ancestors(
     parents_ptr, sizes_ptr, bits_ptr, nodes, max_depth,
     WORDS: tl.constexpr, WORDS_POW2: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     tree = tl.program_id(1)
     node = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS_POW2)
@@ -198,8 +204,9 @@ class BuiltTree:
 
 
 def build_best_first(
-    tokens: Tensor, edge_scores: Tensor, anchors: Tensor, budget: int
-) -> BuiltTree:
+    tokens: Tensor, edge_scores: Tensor, anchors: Tensor, budget: int,
+    limits: Tensor | None = None,
+) -> BuiltTree:  # fmt: skip
     """The `budget` best nodes by cumulative log q of the full candidate tree, for every row.
 
     Args:
@@ -208,6 +215,7 @@ def build_best_first(
             be an expanded view (slot scoring). Terms above 0 count as 0.
         anchors: long [B].
         budget: draft nodes, the root not counted; at most 1,024.
+        limits: int [B], at least 1: a tree's own budget where it is smaller.
     """
     batch, depth, width = tokens.shape
     if not (1 <= budget <= 1024 and width <= 32 and depth <= 64):
@@ -223,13 +231,14 @@ def build_best_first(
     few = min(slots, max(32, slots // 4))
     widest = max(slots * wide, levels * slots)
     _build[(batch,)](
-        tokens.contiguous(), edge_scores, anchors, level_score, *scratch.unbind(0),
+        tokens.contiguous(), edge_scores, anchors, sizes if limits is None else limits,
+        level_score, *scratch.unbind(0),
         *out.unbind(0), scores, sizes,
         edge_scores.stride(0), edge_scores.stride(1), edge_scores.stride(2),
         edge_scores.stride(3), depth, width, budget,
         FEW=few, SLOTS=slots, WIDTH=wide, LEVELS=levels,
-        NODES=triton.next_power_of_2(budget + 1),
-        num_warps=4 if widest <= 2048 else 8 if widest <= 8192 else 16,
+        NODES=triton.next_power_of_2(budget + 1), LIMITS=limits is not None,
+        num_warps=4 if widest <= 2048 else 8 if widest <= 8192 else 16, **dependent(),
     )  # fmt: skip
     node_tokens, parents, depths = out.unbind(0)
     return BuiltTree(node_tokens, parents, depths, scores, sizes)
@@ -249,5 +258,6 @@ def pack_ancestors(parents: Tensor, sizes: Tensor, max_depth: int) -> Tensor:
     _pack_ancestors[(triton.cdiv(nodes, rows), batch)](
         parents, sizes, bits, nodes, max_depth,
         WORDS=words, WORDS_POW2=triton.next_power_of_2(words), ROWS=rows, num_warps=1,
+        **dependent(),
     )  # fmt: skip
     return bits

@@ -11,6 +11,7 @@ norms = interpreted("kernels.norms")
 mlp = interpreted("kernels.mlp")
 rope = interpreted("kernels.rope")
 gemm = interpreted("kernels.small_gemm")
+place = interpreted("kernels.place")
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
@@ -97,3 +98,40 @@ def test_the_cuts_of_k_follow_the_weight_and_fill_the_card() -> None:
 def test_small_gemm_refuses_a_k_it_cannot_cut() -> None:
     with pytest.raises(ValueError, match="K 100"):
         gemm.small_gemm(torch.randn(2, 100), torch.randn(8, 100), parts=1)
+
+
+def test_rows_are_placed_behind_each_prefix() -> None:
+    prefix = torch.tensor([5, 0, 13], dtype=torch.int32)
+    active = torch.tensor([1, 0, 1], dtype=torch.int32)
+    table = torch.tensor([[7, 2, 0], [1, 1, 1], [4, 9, 3]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 1, 2]] * 3)
+    sizes = torch.tensor([4, 3, 2])
+    positions, rows, counts = place.place_rows(prefix, active, table, 8, 4, depths, sizes)
+    assert counts.tolist() == [4, 0, 2]
+    assert positions.view(3, 4).tolist()[0] == [5, 6, 6, 7]
+    assert positions.view(3, 4).tolist()[2] == [13, 14, 14, 15]
+    # Row 5 of the first sequence: page 7, offset 5; row 13 of the third: page 9, offset 5.
+    assert rows.tolist() == [61, 62, 63, 16, -1, -1, -1, -1, 77, 78, -1, -1]
+    plain = place.place_rows(prefix, active, table, 8, 2)
+    assert plain[0].tolist() == [5, 6, 0, 1, 13, 14] and plain[2].tolist() == [2, 0, 2]
+
+
+def test_context_goes_to_every_layers_cache_as_one_layer_would_write_it() -> None:
+    layers, kv_heads, dim, rows = 3, 2, 16, 4
+    both = torch.randn(rows, layers * 2 * kv_heads * dim)
+    norms, table = torch.randn(layers, dim), torch.randn(50, dim)
+    positions, cache_rows = torch.tensor([4, 0, 49, 7]), torch.tensor([0, -1, 17, 31])
+    ours = torch.randn(layers, 2, 4, kv_heads, 8, dim)
+    theirs = ours.clone()
+    rope.context_to_caches(both, ours, table, positions, cache_rows, k_norms=norms)
+    for index, part in enumerate(both.view(rows, layers, -1).unbind(1)):
+        reference.qkv_to_cache(
+            part, *theirs[index], table, positions, cache_rows, heads=0, q_norm=norms[index],
+            k_norm=norms[index],
+        )  # fmt: skip
+    assert close(ours, theirs)
+    assert not torch.equal(ours[:, 0, 2], torch.zeros_like(ours[:, 0, 2]))
+
+
+def test_a_wide_type_gets_narrower_steps() -> None:
+    assert gemm.gemm_plan(1, 4096, 4).step * 4 == gemm.gemm_plan(1, 4096).step * 2

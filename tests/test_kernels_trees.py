@@ -162,3 +162,51 @@ def test_compaction_equals_the_reference_and_touches_nothing_else(batches) -> No
         expected = reference.compact_kv(kv, table, prefix, path, lengths)
         commit.compact_kv(kv, table, prefix, path, lengths)
         assert torch.equal(kv, expected)
+
+
+def test_a_tree_with_a_limit_of_its_own_is_the_smaller_trees() -> None:
+    tokens, edges, anchors = draft(3, 3, 4, 4, True, False)
+    limits = torch.tensor([2, 9, 5])
+    built = tree_build.build_best_first(tokens, edges, anchors, 9, limits)
+    assert built.sizes.tolist() == [3, 10, 6]
+    for row, limit in enumerate(limits.tolist()):
+        alone = tree_build.build_best_first(
+            tokens[row : row + 1], edges[row : row + 1], anchors[row : row + 1], limit
+        )
+        size = limit + 1
+        for ours, theirs in (
+            (built.tokens, alone.tokens), (built.parents, alone.parents),
+            (built.depths, alone.depths), (built.scores, alone.scores),
+        ):  # fmt: skip
+            assert torch.equal(ours[row, :size], theirs[0])
+        assert (built.parents[row, size:] == -1).all()
+
+
+def test_a_round_is_counted_and_the_next_one_starts_at_its_bonus() -> None:
+    tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
+    path = torch.tensor([[0, 2, 3], [0, -1, -1], [0, 1, -1]])
+    lengths, bonus = torch.tensor([3, 1, 0]), torch.tensor([91, 92, 93])  # the third is idle
+    table = torch.tensor([[5, 1], [2, 2], [0, 0]], dtype=torch.int32)
+    prefix = torch.tensor([6, 1, 0], dtype=torch.int32)
+    anchors, ids = torch.tensor([1, 2, 3]), torch.full((3, 4), 7)
+    out = torch.zeros(3, 4, dtype=torch.long)
+    positions, rows, picked = commit.advance(
+        tokens, path, lengths, bonus, table, 8, prefix, anchors, ids, out
+    )
+    assert out[0].tolist() == [3, 12, 13, 91]
+    assert out[1, :2].tolist() == [1, 92] and out[2, 0] == 0
+    assert positions.view(3, 3).tolist() == [[6, 7, 8], [1, 2, 3], [0, 1, 2]]
+    assert rows.view(3, 3).tolist() == [[46, 47, 8], [17, -1, -1], [-1, -1, -1]]
+    assert picked.view(3, 3)[0].tolist() == [0, 2, 3] and int(picked.view(3, 3)[1, 0]) == 4
+    assert prefix.tolist() == [9, 2, 0]
+    assert anchors.tolist() == [91, 92, 3]
+    assert ids[:, 0].tolist() == [91, 92, 7] and (ids[:, 1:] == 7).all()
+
+
+def test_an_idle_sequence_accepts_nothing() -> None:
+    tokens, parents = torch.tensor([[4, 5]] * 2), torch.tensor([[-1, 0]] * 2)
+    active = torch.tensor([0, 1], dtype=torch.int32)
+    following = torch.tensor([[5, 6]] * 2)
+    sizes = torch.tensor([2, 2])
+    _, lengths, _ = commit.accept_greedy(tokens, parents, sizes, following, 1, None, active)
+    assert lengths.tolist() == [0, 2]
