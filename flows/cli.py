@@ -194,6 +194,26 @@ def compare(
     Console().print(versions_table(name, versions))
 
 
+@app.command(rich_help_panel=_LOOK)
+def theory(
+    run: Run,
+    evaluation: library.EvaluationDir = None,
+    diagnosis: library.DiagnosisDir = None,
+    head: library.TimedHead = None,
+    costs: library.CostFile = None,
+    budgets: library.Budgets = None,
+    batches: library.Batches = None,
+    context: library.Context = 256,
+    repeats: library.Repeats = 5,
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafting costs here; predict speed-ups and the best budget by load."""
+    uris = {"evaluation": evaluation, "diagnosis": diagnosis, "head": head, "costs": costs}
+    shape = {"context": context, "repeats": repeats}
+    library.show_theory(_resolve(run, set), budgets, batches, as_json, **uris, **shape)
+
+
 @app.command(rich_help_panel=_KEEP)
 def promote(
     version: Annotated[

@@ -54,6 +54,22 @@ Budgets = Annotated[
     str | None,
     typer.Option(metavar="N,N,...", help="Tree budgets, e.g. 16,64,256; by default the run's."),
 ]
+EvaluationDir = Annotated[
+    str | None,
+    typer.Argument(metavar="[EVALUATION]", help="A finished evaluation to compare with."),
+]
+DiagnosisDir = Annotated[
+    str | None, typer.Option(help="Take tau from this directory of `diagnose --out`.")
+]
+TimedHead = Annotated[str | None, typer.Option(help="Time this head; by default the evaluation's.")]
+CostFile = Annotated[
+    str | None, typer.Option(help="Costs measured before: a file of `theory --json`.")
+]
+Batches = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Batch sizes; by default the run's.")
+]
+Context = Annotated[int, typer.Option(help="Tokens that each sequence holds.", min=1)]
+Repeats = Annotated[int, typer.Option(help="Timed runs of each size.", min=1)]
 TargetSource = Annotated[
     str,
     typer.Option(
@@ -166,6 +182,26 @@ def diagnose(
     if run is None and set:
         raise JetspecError("--set", set[0], "changes a run; give RUN too")
     show_diagnosis(head, config, samples, answers, budgets, out, replay_all, as_json)
+
+
+@app.command()
+def theory(
+    run: RunFile,
+    evaluation: EvaluationDir = None,
+    diagnosis: DiagnosisDir = None,
+    head: TimedHead = None,
+    costs: CostFile = None,
+    budgets: Budgets = None,
+    batches: Batches = None,
+    context: Context = 256,
+    repeats: Repeats = 5,
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafting costs here; predict speed-ups and the best budget by load."""
+    uris = {"evaluation": evaluation, "diagnosis": diagnosis, "head": head, "costs": costs}
+    shape = {"context": context, "repeats": repeats}
+    show_theory(_load(run, set), budgets, batches, as_json, **uris, **shape)
 
 
 @app.command()
@@ -293,6 +329,25 @@ def show_diagnosis(
     Console().print(diagnosis_view(found.facts))
     if out is not None:
         typer.echo(out)
+
+
+def show_theory(
+    config: Any, budgets: str | None, batches: str | None, as_json: bool, **arguments: Any
+) -> None:
+    """Measure, predict, and print the page or its facts; `arguments` are those of `study`."""
+    from jetspec.theory.study import study
+
+    sizes = {"budgets": numbers("--budgets", budgets), "batches": numbers("--batches", batches)}
+    with progress("measuring", as_json) as advance:
+        facts = study(config, listen=advance, **sizes, **arguments)
+    if as_json:
+        emit(facts, as_json)
+        return
+    from rich.console import Console
+
+    from jetspec.theory.report import theory_view
+
+    Console().print(theory_view(facts))
 
 
 def show_metrics(step: int, metrics: dict[str, float]) -> None:

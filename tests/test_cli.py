@@ -29,6 +29,7 @@ COMMANDS = [
     "diagnose",
     "doctor",
     "targets",
+    "theory",
     "export",
 ]
 

@@ -1,10 +1,13 @@
 """Formulas against enumeration and simulation; costs and predictions against what they mean."""
 
+import json
 import random
 
 import pytest
 import torch
 
+from jetspec.evaluation.budgets import serving_table
+from jetspec.theory.costs import Cost, CostTable, DraftCost, interpolate, measure_costs
 from jetspec.theory.formulas import (
     acceptance_of,
     expected_chain_tokens,
@@ -14,9 +17,13 @@ from jetspec.theory.formulas import (
     round_speedup,
     tree_expectation,
 )
+from jetspec.theory.predict import best_budgets, compare, taus_of
+from jetspec.theory.report import theory_view
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
-from tests.tiny import random_draft
+from tests.measured import group, runner
+from tests.tiny import random_draft, tiny_head, tiny_target
+from tests.workspace import Workspace, one_line
 
 
 def test_chain_formula_equals_the_sum_of_powers():
@@ -123,3 +130,111 @@ def test_speedup_with_a_dear_verification_contains_the_printed_formula_and_its_b
 def test_acceptance_is_found_back_from_tau():
     for a in (0.0, 0.37, 0.95, 1.0):
         assert acceptance_of(expected_chain_tokens(a, 15), 15) == pytest.approx(a, abs=1e-6)
+
+
+def table(seconds, drafts=(), context=8):
+    """A cost table from {(batch, tokens): seconds} and {batch: seconds}."""
+    facts = {"target": "t", "dtype": "float32", "device": "cpu", "context": context, "repeats": 1}
+    return CostTable(
+        tuple(Cost(b, context, n, s, 0.0) for (b, n), s in seconds.items()),
+        tuple(DraftCost(b, context, s, 0.0) for b, s in dict(drafts).items()),
+        facts,
+    )
+
+
+def test_costs_between_measured_sizes_lie_on_the_line_and_beyond_them_on_its_end():
+    assert interpolate(3, [1, 5], [10.0, 30.0]) == 20
+    assert interpolate(9, [1, 5], [10.0, 30.0]) == 50
+    assert interpolate(7, [2], [4.0]) == 4
+    costs = table({(1, 1): 1.0, (1, 17): 1.5, (4, 1): 2.0, (4, 17): 6.0}, {1: 0.2, 4: 0.4})
+    assert costs.relative(9, 1) == 1.25 and costs.relative(17, 4) == 3
+    assert costs.forward_seconds(17, 2) == pytest.approx(3.0)  # a third of the way from 1 to 4
+    assert costs.draft_seconds(3) == pytest.approx(0.2 + 0.2 * 2 / 3)
+    assert costs.draft_cost(16, 1) == pytest.approx(0.2 / 16 / 1.5)
+
+
+def test_measured_costs_hold_every_size_and_leave_the_caches_as_they_were():
+    target = tiny_target("qwen2")
+    head = tiny_head(target)
+    costs = measure_costs(target, head, tokens=[5], batches=[1, 2], context=6, repeats=2, width=4)
+    assert [(c.batch, c.tokens) for c in costs.forwards] == [(1, 1), (1, 5), (2, 1), (2, 5)]
+    assert [d.batch for d in costs.drafts] == [1, 2]
+    assert all(c.seconds > 0 for c in (*costs.forwards, *costs.drafts))
+    assert costs.relative(1, 2) == 1
+    again = CostTable.from_json(json.loads(json.dumps(costs.as_json())))
+    assert again == costs
+    assert measure_costs(target, None, tokens=[], batches=[1], context=4, repeats=1).drafts == ()
+
+
+def test_predictions_stand_beside_what_was_measured():
+    records = group({("tree", 16): runner(tau=3.0, round_seconds=0.2)})
+    costs = table({(1, 1): 0.1, (1, 17): 0.12}, {1: 0.04})
+    (row,) = compare(records, costs)
+    tau = next(r["tau"] for r in records if r["method"] == "tree")
+    assert row.printed == pytest.approx(tau / 1.4, abs=1e-3)
+    assert row.dear == pytest.approx(tau / 1.6, abs=1e-3) and row.needed == pytest.approx(1.6)
+    assert row.measured == pytest.approx(tau * 0.1 / 0.2, rel=0.01)
+    assert row.overhead == pytest.approx(0.2)
+    assert taus_of(records) == [{"tree": "tree 16", "budget": 16, "tau": pytest.approx(tau)}]
+
+
+def test_the_best_budget_is_the_fastest_and_never_grows_where_verification_gets_dearer():
+    taus = [
+        {"tree": f"tree {n}", "budget": n, "tau": tau}
+        for n, tau in ((4, 2.0), (16, 3.0), (64, 3.8), (256, 4.2))
+    ]
+    sizes = (1, 5, 17, 65, 257)
+    seconds = {(b, n): 1 + 0.002 * b * n for b in (1, 4, 16, 64, 256) for n in sizes}
+    costs = table(seconds, {b: 0.1 for b in (1, 4, 16, 64, 256)})
+    choices = best_budgets(taus, costs, (1, 2, 4, 16, 64, 256))
+    chosen = [choice.budget for choice in choices]
+    assert chosen == sorted(chosen, reverse=True) and len(set(chosen)) > 2 and chosen[-1] == 0
+    for choice in choices:
+        speeds = [choice.batch / costs.forward_seconds(1, choice.batch)]
+        for row in taus:
+            verify = costs.forward_seconds(row["budget"] + 1, choice.batch)
+            speeds.append(choice.batch * row["tau"] / (verify + 0.1))
+        assert choice.tok_s == pytest.approx(max(speeds), abs=1e-3)
+        assert choice.speedup == pytest.approx(max(speeds) / speeds[0], abs=1e-3)
+        second = sorted(speeds)[-2]
+        assert choice.margin == pytest.approx(max(speeds) / second, abs=1e-3)
+
+
+def test_costs_that_are_the_measured_ones_choose_what_the_serving_table_chose():
+    records = []
+    for batch, dear in ((1, 0.12), (4, 0.5)):
+        methods = {("tree", 4): runner(2.0, 0.11), ("tree", 64): runner(3.0, dear)}
+        records += group(methods, batch_size=batch, count=4)
+    costs = table(
+        {(1, 1): 0.1, (1, 5): 0.11, (1, 65): 0.12, (4, 1): 0.1, (4, 5): 0.11, (4, 65): 0.5}
+    )
+    predicted = best_budgets(taus_of(records), costs, (1, 4))
+    measured = serving_table(records, 0.0)
+    assert [c.budget for c in predicted] == [row["budget"] for row in measured] == [64, 4]
+
+
+def test_theory_reads_an_evaluation_and_fits_eighty_columns(tmp_path, capsys):
+    workspace = Workspace.create(tmp_path)
+    samples = workspace.stage("regenerate", workspace.run)["uri"]
+    head = workspace.stage("train", workspace.run, samples)["uri"]
+    evaluation = workspace.stage("evaluate", workspace.run, head)["uri"]
+    quick = ("--repeats", "1", "--context", "8")
+    facts = workspace.stage("theory", workspace.run, evaluation, *quick, "--batches", "1,2")
+    assert [row["batch"] for row in facts["best"]] == [1, 2]
+    assert {row["label"] for row in facts["comparison"]} == {"chain 3", "tree 4"}
+    assert facts["costs"]["drafts"]
+    from rich.console import Console
+
+    Console(width=80).print(theory_view(facts))
+    shown = capsys.readouterr().out
+    assert "Best budget by load" in shown and "withheld" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(facts))
+    reused = workspace.stage("theory", workspace.run, evaluation, "--costs", str(file))
+    assert reused["costs"]["forwards"] == facts["costs"]["forwards"]
+    file.write_text('{"forwards": [{}], "drafts": [], "facts": {}}')
+    wrong = workspace.library("theory", workspace.run, "--costs", str(file))
+    assert "not a cost table" in one_line(wrong)
+    lost = workspace.library("theory", workspace.run, "--diagnosis", str(tmp_path))
+    assert "no diagnosis" in one_line(lost)
