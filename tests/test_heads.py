@@ -12,7 +12,8 @@ from jetspec.heads import layers as head_layers
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.doctor import slot_logits_both_ways
 from jetspec.heads.layers import HeadLayer, RotaryEmbedding, rope_frequencies
-from jetspec.heads.parallel import new_head, resolve_head_config, spread_taps, unused_token
+from jetspec.heads.parallel import new_head
+from jetspec.heads.sizes import resolve_head_config, spread_taps, unused_token
 from jetspec.training.blocks import block_mask_function, dense_mask
 from jetspec.trees.draft import Draft
 from tests.tiny import tiny_head, tiny_target

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from jetspec.config import parse_config
 from jetspec.errors import JetspecError
-from jetspec.heads.edges import MarkovEdges
+from jetspec.heads.edges import MarkovEdges, Places
 from jetspec.training.blocks import plan_chunks
 from jetspec.training.config import LossConfig
 from jetspec.training.losses import distil, edge_loss, top_k
@@ -150,7 +150,8 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
     parents = torch.randint(vocabulary, p["labels"].shape)
     hidden = p["hidden"][p["slots"]].requires_grad_()
     loss = edge_loss(
-        edges, result.candidates, hidden.detach(), parents, p["labels"], p["weights"],
+        edges, result.candidates, hidden.detach(),
+        Places(torch.arange(13), torch.zeros(13).long(), parents, p["labels"]), p["weights"],
         lambda ids: embedding[ids], config,
     )  # fmt: skip
     loss.backward()

@@ -106,7 +106,8 @@ def tiny_target(arch: str = "llama", seed: int = 0, vocab_size: int = 64, **shap
 def tiny_head(target: Target, mask: Any = "causal", *, seed: int = 0, **settings: Any) -> Any:
     """A random draft head that fits `target`; `settings` go to HeadConfig."""
     from jetspec.heads.config import HeadConfig
-    from jetspec.heads.parallel import new_head, resolve_head_config
+    from jetspec.heads.parallel import new_head
+    from jetspec.heads.sizes import resolve_head_config
 
     shape = {"num_layers": 2, "block_size": 8, "num_taps": 2, **settings}
     config = resolve_head_config(HeadConfig(mask=mask, **shape), target)

@@ -58,9 +58,24 @@ class HeadConfig(HeadSettings):
         taps: target layers whose outputs are fused; None spreads `num_taps` of them.
         mask_token_id: the token that fills an undecided slot; None picks an unused id.
         rope_parameters: rotary embedding as transformers writes it (`rope_theta`, `rope_type`).
+        edges: what produces path scores, a name in `heads/producers.py`: `markov` (the parent's
+            token), `selector` (gated by the context), `lattice` (a transformer over all
+            candidates), or `none`; None is `markov` where `edge_rank` is above 0.
         edge_rank: rank of the path scores that see the parent token; 0 leaves slot scores alone.
-        edge_gate: let the slot's hidden state scale each of the `edge_rank` factors.
+        edge_gate: let the slot's hidden state scale each of the `edge_rank` factors; markov only.
+        edge_layers, edge_width: of the lattice transformer; the width is a multiple of 32.
+        conv_rank: rank of the two-tap convolution in the block; 0 has none.
+        rescore: a second pass over a superset of the tree, which scores every node by its real
+            ancestors: `shared` runs the head's own layers on real tokens, `own` a stack of its own
+            on top of the slots' states, which also trains on a frozen head.
+        rescore_layers: of the stack of `own`.
+        rescore_nodes: nodes of the superset, from which a tree is pruned to its budget.
     """
+
+    optional: ClassVar[frozenset[str]] = frozenset(
+        {"edges", "edge_layers", "edge_width", "conv_rank"}
+        | {"rescore", "rescore_layers", "rescore_nodes"}
+    )
 
     mask: Literal["causal", "bidirectional"] = "causal"
     num_layers: int = Field(5, ge=1)
@@ -76,6 +91,37 @@ class HeadConfig(HeadSettings):
     max_position_embeddings: int | None = Field(None, ge=1)
     edge_rank: int = Field(0, ge=0)
     edge_gate: bool = True
+    edges: str | None = None
+    edge_layers: int = Field(2, ge=1)
+    edge_width: int = Field(128, ge=32, multiple_of=32)
+    conv_rank: int = Field(0, ge=0)
+    rescore: Literal["none", "shared", "own"] = "none"
+    rescore_layers: int = Field(1, ge=1)
+    rescore_nodes: int = Field(256, ge=1)
+
+    @property
+    def producer(self) -> str | None:
+        """The name of the edge producer, None for slot scores."""
+        return self.edges or ("markov" if self.edge_rank else None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, values: Any) -> Any:
+        """`markov` and `none` follow from the rank: configs that mean the same are equal."""
+        if not isinstance(values, dict) or values.get("edges") is None:
+            return values
+        name, rank = values["edges"], values.get("edge_rank")
+        if name == "none":
+            if rank:
+                raise ValueError("edge_rank: must be 0 where edges is none")
+            return {**values, "edges": None}
+        from jetspec.heads.producers import EDGES
+
+        if name not in EDGES:
+            raise ValueError(f"edges: choose from none, {', '.join(EDGES)}")
+        if not rank:
+            raise ValueError(f"edge_rank: must be 1 or more for {name}")
+        return {**values, "edges": None if name == "markov" else name}
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "HeadConfig":

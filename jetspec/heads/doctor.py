@@ -13,8 +13,9 @@ from jetspec.errors import JetspecError
 from jetspec.heads.files import read_config, read_weights
 from jetspec.heads.formats import FOREIGN
 from jetspec.heads.layers import rope_frequencies
-from jetspec.heads.parallel import ParallelHead, target_rope
+from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead, load_head
+from jetspec.heads.sizes import target_rope
 from jetspec.storage import content_hash
 from jetspec.targets.target import Target
 from jetspec.training.blocks import block_mask_function, dense_mask

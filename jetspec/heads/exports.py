@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from jetspec.errors import JetspecError
+from jetspec.heads.edges import MarkovEdges
 from jetspec.heads.files import CONFIG, DType
 from jetspec.heads.formats import (
     HeadShape,
-    edges_config,
     layer_config,
     native_config,
+    own_config,
+    own_fields,
     read_native,
     trunk_state,
-    write_edges,
+    write_beside,
     write_head,
 )
 from jetspec.heads.parallel import ParallelHead
@@ -41,8 +43,8 @@ def export_head(
 ) -> None:
     """Write `head` for another reader.
 
-    Path scores go along in `edges.safetensors`, which only we read; C also gets them as tables,
-    when they have no gate.
+    Path scores go along in files that only we read; C also gets Markov scores as tables, when they
+    have no gate.
 
     Raises:
         JetspecError: the format is unknown, or `head` does not fit `target` or the formats.
@@ -52,6 +54,9 @@ def export_head(
     if not isinstance(head, ParallelHead):
         raise JetspecError("head.kind", head.config.kind, "only parallel heads have export formats")
     require_fit(head, target, directory)
+    if head.config.conv_rank and format != "jetspec":
+        mend = "other readers would leave the convolution out; export as jetspec"
+        raise JetspecError("head.conv_rank", head.config.conv_rank, mend)
     record = {"target_fingerprint": target.fingerprint, **(training or {})}
     state = trunk_state(head)
     if format == "jetspec":
@@ -63,11 +68,9 @@ def export_head(
         state |= _markov_tables(head, target)
     else:
         raise JetspecError("format", format, "use jetspec, speculators or dspark")
-    if head.edges is not None:
-        config["jetspec_edges"] = edges_config(head)
-    config["jetspec_training"] = record
+    config |= own_config(head) | {"jetspec_training": record}
     write_head(directory, config, state, dtype)
-    write_edges(head, directory, dtype)
+    write_beside(head, directory, dtype)
 
 
 def speculators_config(head: ParallelHead, target: Target, dtype: DType) -> dict[str, Any]:
@@ -98,7 +101,6 @@ def speculators_config(head: ParallelHead, target: Target, dtype: DType) -> dict
 
 def dspark_config(head: ParallelHead, dtype: DType) -> dict[str, Any]:
     """`config.json` of format C. Slot 0 is the anchor and predicts nothing."""
-    tables = head.edges is not None and not head.config.edge_gate
     return {
         **layer_config(head, dtype),
         "architectures": ["Qwen3DSparkModel"],
@@ -106,7 +108,7 @@ def dspark_config(head: ParallelHead, dtype: DType) -> dict[str, Any]:
         "causal": head.config.mask == "causal",
         "enable_confidence_head": False,
         "markov_head_type": "vanilla",
-        "markov_rank": head.config.edge_rank if tables else 0,
+        "markov_rank": head.config.edge_rank if _ungated(head) else 0,
         "mask_token_id": head.mask_token_id,
         "num_target_layers": head.num_target_layers,
         "sample_from_anchor": False,
@@ -114,15 +116,22 @@ def dspark_config(head: ParallelHead, dtype: DType) -> dict[str, Any]:
     }
 
 
+def _ungated(head: ParallelHead) -> MarkovEdges | None:
+    """Path scores that two tables can hold."""
+    edges = head.edges
+    return edges if isinstance(edges, MarkovEdges) and edges.gate_proj is None else None
+
+
 @torch.no_grad()
 def _markov_tables(head: ParallelHead, target: Target) -> dict[str, Tensor]:
-    if head.edges is None or head.edges.gate_proj is not None:
+    edges = _ungated(head)
+    if edges is None:
         return {}
     device = head.fc.weight.device
     rows = target.embed(torch.arange(head.vocab_size, device=target.device)).to(device, head.dtype)
     return {
-        "markov_head.markov_w1.weight": head.edges.parent_factors(rows),
-        "markov_head.markov_w2.weight": head.edges.child_factors(rows),
+        "markov_head.markov_w1.weight": edges.parent_factors(rows),
+        "markov_head.markov_w2.weight": edges.child_factors(rows),
     }
 
 
@@ -162,13 +171,12 @@ def _read_speculators(raw: dict[str, Any], directory: str) -> HeadShape:
         taps=None if taps is None else [layer - 1 for layer in taps],
         mask_token_id=raw.get("mask_token_id"),
         num_target_layers=raw.get("num_target_layers"),
-        edges=raw.get("jetspec_edges"),
+        own=own_fields(raw),
     )
 
 
 def _read_dspark(raw: dict[str, Any], directory: str) -> HeadShape:
-    edges = raw.get("jetspec_edges")
-    if raw.get("markov_rank") and edges is None:
+    if raw.get("markov_rank") and raw.get("jetspec_edges") is None:
         raise JetspecError(
             "head.markov_rank",
             raw["markov_rank"],
@@ -186,7 +194,7 @@ def _read_dspark(raw: dict[str, Any], directory: str) -> HeadShape:
         taps=raw.get("target_layer_ids"),
         mask_token_id=raw.get("mask_token_id"),
         num_target_layers=raw.get("num_target_layers"),
-        edges=edges,
+        own=own_fields(raw),
     )
 
 

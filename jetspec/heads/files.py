@@ -11,9 +11,10 @@ from jetspec.storage import atomic_write, exists, filesystem, join, list_files, 
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-EDGES = "edges.safetensors"
 # Path scores lie beside the trunk, so that readers of format A never meet them.
-BESIDE = frozenset({EDGES})
+EDGES = "edges.safetensors"
+RESCORER = "rescorer.safetensors"
+BESIDE = frozenset({EDGES, RESCORER})
 DType = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -1,20 +1,23 @@
 """Head checkpoints on disk: the native format A, and the way to B and C (heads/exports.py).
 
 A is a JetSpec / z-lab DFlash directory: `config.json` and `model.safetensors`, weights without a
-prefix, no embedding and no output projection. Path scores lie beside it in `edges.safetensors`,
-so that readers of A which do not know them are undisturbed.
+prefix, no embedding and no output projection. Path scores lie beside it in `edges.safetensors` and
+`rescorer.safetensors`, so that readers of A which do not know them are undisturbed. A convolution
+in the block is part of the trunk, and a reader without it must refuse the head: such a head names
+an architecture of ours.
 """
 
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetspec.errors import JetspecError
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.files import (
     CONFIG,
     EDGES,
+    RESCORER,
     WEIGHTS,
     DType,
     load_state,
@@ -34,7 +37,7 @@ _Parallel = TypeVar("_Parallel", bound=ParallelHead)
 def save_native(head: ParallelHead, directory: str, record: dict[str, Any], dtype: DType) -> None:
     """Write `head` in format A; see `DraftHead.save`."""
     write_head(directory, native_config(head, dtype, record), trunk_state(head), dtype)
-    write_edges(head, directory, dtype)
+    write_beside(head, directory, dtype)
 
 
 def load_parallel(cls: type[_Parallel], raw: dict[str, Any], directory: str) -> _Parallel:
@@ -51,7 +54,7 @@ def native_config(head: ParallelHead, dtype: DType, record: dict[str, Any]) -> d
     causal = head.config.mask == "causal"
     config = {
         **layer_config(head, dtype),
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["JetSpecConvDraftModel" if head.config.conv_rank else "DFlashDraftModel"],
         "block_size": head.config.block_size,
         "num_target_layers": head.num_target_layers,
         "dflash_config": {
@@ -62,13 +65,43 @@ def native_config(head: ParallelHead, dtype: DType, record: dict[str, Any]) -> d
         },
         "jetspec_training": record,
     }
+    return config | own_config(head)
+
+
+def own_config(head: ParallelHead) -> dict[str, Any]:
+    """What no published format has a word for, under keys of ours; `own_fields` reads it."""
+    config, own = head.config, {}
     if head.edges is not None:
-        config["jetspec_edges"] = edges_config(head)
-    return config
+        edges = {"type": config.producer, "rank": config.edge_rank, "gate": config.edge_gate}
+        if config.producer != "markov":
+            edges |= {"layers": config.edge_layers, "width": config.edge_width}
+        own["jetspec_edges"] = edges
+    if head.rescores:
+        own["jetspec_rescore"] = {
+            "type": config.rescore,
+            "layers": config.rescore_layers,
+            "nodes": config.rescore_nodes,
+        }
+    if config.conv_rank:
+        own["jetspec_conv"] = {"rank": config.conv_rank}
+    return own
 
 
-def edges_config(head: ParallelHead) -> dict[str, Any]:
-    return {"type": "markov", "rank": head.config.edge_rank, "gate": head.config.edge_gate}
+def own_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `HeadConfig` from a config file's keys of ours."""
+    fields: dict[str, Any] = {}
+    edges, rescore, conv = (raw.get(f"jetspec_{key}") for key in ("edges", "rescore", "conv"))
+    if edges is not None:
+        fields |= {"edge_rank": edges.get("rank"), "edge_gate": edges.get("gate")}
+        if (kind := edges.get("type", "markov")) != "markov":
+            fields |= {"edges": kind, "edge_layers": edges.get("layers")}
+            fields |= {"edge_width": edges.get("width")}
+    if rescore is not None:
+        fields |= {f"rescore_{key}": rescore.get(key) for key in ("layers", "nodes")}
+        fields["rescore"] = rescore.get("type")
+    if conv is not None:
+        fields["conv_rank"] = conv.get("rank")
+    return fields
 
 
 def layer_config(head: ParallelHead, dtype: DType) -> dict[str, Any]:
@@ -114,9 +147,9 @@ class HeadShape:
         taps: Any,
         mask_token_id: Any,
         num_target_layers: Any,
-        edges: dict[str, Any] | None,
+        own: dict[str, Any],
     ) -> None:
-        """Args: `layers` is the Qwen3 config; the rest is the format's own.
+        """Args: `layers` is the Qwen3 config; `own` is of `own_fields`; the rest is the format's.
 
         Raises:
             JetspecError: a key is missing, or layers are of a kind this head has not.
@@ -129,8 +162,8 @@ class HeadShape:
             raise self.error(
                 "layer_types", layers["layer_types"], "only full_attention is supported"
             )
-        own = {"block_size": block_size, "target_layer_ids": taps, "mask_token_id": mask_token_id}
-        for key, value in own.items():
+        said = {"block_size": block_size, "target_layer_ids": taps, "mask_token_id": mask_token_id}
+        for key, value in said.items():
             if value is None:
                 raise self.error(key, "missing", "set it in config.json")
         self.hidden_size = self._need(layers, "hidden_size")
@@ -152,10 +185,8 @@ class HeadShape:
             "rope_parameters": self._rope(layers),
             "max_position_embeddings": self._need(layers, "max_position_embeddings"),
         }
-        if edges is not None:
-            fields |= {"edge_rank": edges.get("rank"), "edge_gate": edges.get("gate")}
         try:
-            self.config = HeadConfig.model_validate(fields)
+            self.config = HeadConfig.model_validate(fields | own)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "config"
@@ -195,7 +226,7 @@ def read_native(raw: dict[str, Any], directory: str) -> HeadShape:
         taps=own.get("target_layer_ids"),
         mask_token_id=own.get("mask_token_id"),
         num_target_layers=raw.get("num_target_layers"),
-        edges=raw.get("jetspec_edges"),
+        own=own_fields(raw),
     )
 
 
@@ -224,16 +255,22 @@ def build_head(cls: type[_Parallel], shape: HeadShape, directory: str) -> _Paral
         for name, tensor in read_weights(directory).items()
         if not name.startswith((*FOREIGN, _TABLES))
     }
-    load_state(head, trunk, {k for k in head.state_dict() if not k.startswith("edges.")}, directory)
-    if head.edges is not None:
-        edges = read_tensors(join(directory, EDGES))
-        load_state(head.edges, edges, set(head.edges.state_dict()), directory)
+    load_state(head, trunk, set(trunk_state(head)), directory)
+    for name, part in parts_beside(head):
+        load_state(part, read_tensors(join(directory, name)), set(part.state_dict()), directory)
     return head.eval()
 
 
 def trunk_state(head: ParallelHead) -> dict[str, Tensor]:
     """The weights of `model.safetensors`: everything but the path scores."""
-    return {k: v for k, v in head.state_dict().items() if not k.startswith("edges.")}
+    state = head.state_dict()
+    return {k: v for k, v in state.items() if not k.startswith(("edges.", "rescorer."))}
+
+
+def parts_beside(head: ParallelHead) -> list[tuple[str, nn.Module]]:
+    """(file name, module) of the path scores."""
+    parts = ((EDGES, head.edges), (RESCORER, head.rescorer))
+    return [(name, part) for name, part in parts if part is not None]
 
 
 def write_head(
@@ -243,6 +280,6 @@ def write_head(
     write_json(join(directory, CONFIG), config)
 
 
-def write_edges(head: ParallelHead, directory: str, dtype: DType) -> None:
-    if head.edges is not None:
-        write_tensors(join(directory, EDGES), head.edges.state_dict(), dtype)
+def write_beside(head: ParallelHead, directory: str, dtype: DType) -> None:
+    for name, part in parts_beside(head):
+        write_tensors(join(directory, name), part.state_dict(), dtype)

@@ -4,6 +4,7 @@ Parameter names are those of checkpoint format A (z-lab DFlash), so a state dict
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from jetspec.heads.config import HeadConfig
 
 Rotary = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
+Previous = Callable[[Tensor], Tensor]  # x [B, S, d] -> the row before each, zero where none is
 
 
 class RMSNorm(nn.Module):
@@ -156,8 +158,54 @@ class HeadMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class BlockConvolution(nn.Module):
+    """y_t = x_t + a_t * x_t + b_t * x_{t-1}: DFlash2's two-tap dynamic depthwise convolution.
+
+    The taps [a_t; b_t] = W_2 silu(W_1 x_t) + c depend on the slot; W_2 and c start at zero, so that
+    it begins as the identity. x_{t-1} is the slot before, or in a tree the parent.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.down_proj = nn.Linear(size, rank, bias=False)
+        self.up_proj = nn.Linear(rank, 2 * size, bias=False)
+        self.taps = nn.Parameter(torch.zeros(2 * size))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.up_proj.weight.zero_()
+
+    def forward(self, x: Tensor, previous: Previous) -> Tensor:
+        taps = self.up_proj(F.silu(self.down_proj(x))) + self.taps.to(x.dtype)
+        own, before = taps.chunk(2, dim=-1)
+        return x + own * x + before * previous(x)
+
+
+def block_shift(block_size: int) -> Previous:
+    """The slot before, in blocks that lie one after another."""
+
+    def previous(x: Tensor) -> Tensor:
+        blocks = x.unflatten(1, (-1, block_size))
+        return F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
+
+    return previous
+
+
+def parent_rows(parents: Tensor) -> Previous:
+    """The parent's row in a tree; parents: long [B, N], -1 where there is none."""
+
+    def previous(x: Tensor) -> Tensor:
+        rows = parents.clamp(min=0)[..., None].expand(-1, -1, x.shape[-1])
+        return x.gather(1, rows).masked_fill((parents < 0)[..., None], 0.0)
+
+    return previous
+
+
 class HeadLayer(nn.Module):
-    """Pre-norm attention and MLP. The fused context enters as it is: only slots are normed here."""
+    """Pre-norm attention and MLP. The fused context enters as it is: only slots are normed here.
+
+    With `conv_rank` a convolution inside the block mixes the input of either.
+    """
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
@@ -166,6 +214,9 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, hidden_size)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = HeadMLP(hidden_size, config.intermediate_size)
+        rank = config.conv_rank
+        self.attn_conv = BlockConvolution(hidden_size, rank) if rank else None
+        self.mlp_conv = BlockConvolution(hidden_size, rank) if rank else None
 
     def forward(
         self,
@@ -174,13 +225,30 @@ class HeadLayer(nn.Module):
         fused: Tensor,
         context_rotary: Rotary,
         mask: Tensor | BlockMask,
+        previous: Previous | None = None,
     ) -> Tensor:
         """Training: the context is projected here. x [B, S, d], fused [B, C, d] -> [B, S, d]."""
-        return self.slots(x, rotary, self.self_attn.keys_values(fused, context_rotary), mask)
+        context = self.self_attn.keys_values(fused, context_rotary)
+        return self.slots(x, rotary, context, mask, previous)
 
     def slots(
-        self, x: Tensor, rotary: Rotary, context: KeysValues, mask: Tensor | BlockMask
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        context: KeysValues,
+        mask: Tensor | BlockMask,
+        previous: Previous | None = None,
     ) -> Tensor:
-        """Decoding: the context's keys and values come from a cache."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """Decoding: the context's keys and values come from a cache.
+
+        Args:
+            previous: what the convolutions mix in; None where the layer has none.
+        """
+        normed = self._mixed(self.attn_conv, self.input_layernorm(x), previous)
+        x = x + self.self_attn(normed, rotary, context, mask)
+        normed = self._mixed(self.mlp_conv, self.post_attention_layernorm(x), previous)
+        return x + self.mlp(normed)
+
+    @staticmethod
+    def _mixed(conv: nn.Module | None, x: Tensor, previous: Previous | None) -> Tensor:
+        return x if conv is None else conv(x, previous)

@@ -4,22 +4,34 @@ arXiv 2606.18394, round step 2. The in-block mask is causal (JetSpec) or bidirec
 the embedding and the output projection are the target's own and live with the target.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from jetspec.errors import JetspecError
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.edges import MarkovEdges
 from jetspec.heads.files import DType
-from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
+from jetspec.heads.layers import (
+    BlockConvolution,
+    HeadLayer,
+    Previous,
+    RMSNorm,
+    RotaryEmbedding,
+    block_shift,
+    parent_rows,
+)
+from jetspec.heads.producers import make_edges
 from jetspec.heads.registry import DraftHead, register
+from jetspec.heads.rescore import Rescorer, ancestor_scores
+from jetspec.heads.sizes import resolve_head_config
 from jetspec.targets.target import Target
+from jetspec.trees.build import build_tree
+from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
+from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
     from jetspec.training.blocks import Batch
@@ -56,16 +68,18 @@ class ParallelHead(DraftHead):
             HeadLayer(config, hidden_size) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.edges = (
-            MarkovEdges(hidden_size, config.edge_rank, gate=config.edge_gate)
-            if config.edge_rank
-            else None
-        )
+        self.edges = make_edges(config, hidden_size)
+        self.rescorer = Rescorer(config, hidden_size) if config.rescore == "own" else None
         self.rotary = RotaryEmbedding(config)
 
     @property
     def scores_paths(self) -> bool:
-        return self.edges is not None
+        return self.edges is not None or self.rescores
+
+    @property
+    def rescores(self) -> bool:
+        """Whether a second pass scores every node by its own ancestors."""
+        return self.config.rescore != "none"
 
     @property
     def mask_token_id(self) -> int:
@@ -81,14 +95,29 @@ class ParallelHead(DraftHead):
         return resolve_head_config(config, target)
 
     def reset(self) -> None:
+        for module in self.modules():
+            if isinstance(module, BlockConvolution | Rescorer):
+                module.reset()
         if self.edges is not None:
             self.edges.reset()
 
     def added_to(self, start: Self) -> frozenset[str]:
-        return frozenset({"edge_rank", "edge_gate"}) if start.edges is None else frozenset()
+        added = {"rescore_nodes"}
+        if start.edges is None:
+            added |= {"edges", "edge_rank", "edge_gate", "edge_layers", "edge_width"}
+        if start.rescorer is None:
+            added |= {"rescore", "rescore_layers"}
+        if not start.config.conv_rank:
+            added |= {"conv_rank"}
+        return frozenset(added)
+
+    def path_parameters(self) -> Iterable[nn.Parameter]:
+        for part in (self.edges, self.rescorer):
+            if part is not None:
+                yield from part.parameters()
 
     def shards(self) -> Iterable[nn.Module]:
-        return self.layers
+        return [*self.layers, *(self.rescorer.layers if self.rescorer else ())]
 
     def loss(
         self,
@@ -113,10 +142,13 @@ class ParallelHead(DraftHead):
 
         return load_parallel(cls, raw, directory)
 
-    def _layers(self) -> Iterator[HeadLayer]:
-        for layer in self.layers:
-            assert isinstance(layer, HeadLayer)
-            yield layer
+    def _layers(self) -> list[HeadLayer]:
+        return cast(list[HeadLayer], list(self.layers))
+
+    def _all_layers(self) -> list[HeadLayer]:
+        """The layers that keep keys and values of the context."""
+        own = self.rescorer.layers if self.rescorer else ()
+        return cast(list[HeadLayer], [*self.layers, *own])
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Tapped hidden states [B, T, n·d] -> fused context [B, T, d]."""
@@ -145,16 +177,50 @@ class ParallelHead(DraftHead):
         x = slot_embeddings
         context_rotary = self.rotary(context_positions, fused.dtype)
         slot_rotary = self.rotary(slot_positions, x.dtype)
+        previous = block_shift(self.config.block_size)
         for layer in self.layers:
-            x = layer(x, slot_rotary, fused, context_rotary, mask)
+            x = layer(x, slot_rotary, fused, context_rotary, mask, previous)
         return self.norm(x)
+
+    def true_hidden(
+        self,
+        fused: Tensor,
+        context_positions: Tensor,
+        true_embeddings: Tensor,
+        slot_positions: Tensor,
+        mask: Tensor | BlockMask,
+        hidden: Tensor,
+    ) -> Tensor:
+        """The second pass in training: the true tokens stand in their slots (arXiv 2606.18394,
+        eq. 10, along the only path that a node can be accepted on).
+
+        Args:
+            true_embeddings: [B, S, d], every block its anchor and the tokens behind it.
+            mask: causal in the block, whatever the first pass's mask.
+            hidden: [B, S, d], the first pass's states; the rest is as in `forward`.
+
+        Returns:
+            [B, S, d]: row k of a block, which has read k tokens, predicts the token at k + 1.
+        """
+        if self.rescorer is None:
+            return self(fused, context_positions, true_embeddings, slot_positions, mask)
+        block = self.config.block_size
+        blocks = hidden.detach().unflatten(1, (-1, block))
+        ahead = torch.cat([blocks[:, :, 1:], blocks[:, :, -1:]], dim=2).flatten(1, 2)
+        x = self.rescorer.enter(true_embeddings, ahead)
+        fused = fused.detach()
+        context_rotary = self.rotary(context_positions, fused.dtype)
+        slot_rotary = self.rotary(slot_positions, x.dtype)
+        for layer in self.rescorer.layers:
+            x = layer(x, slot_rotary, fused, context_rotary, mask, block_shift(block))
+        return self.rescorer.leave(x, ahead)
 
     def new_cache(self, batch: int) -> HeadCache:
         """An empty context for `batch` sequences."""
         assert self.config.num_key_value_heads and self.config.head_dim
         return HeadCache(
             batch,
-            self.config.num_layers,
+            len(self._all_layers()),
             self.config.num_key_value_heads,
             self.config.head_dim,
             like=self.fc.weight,
@@ -173,7 +239,7 @@ class ParallelHead(DraftHead):
         fused = self.fuse(taps.to(self.dtype))
         rotary = self.rotary(positions, fused.dtype)
         places = cache.destinations(valid)
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self._all_layers()):
             cache.write(index, places, layer.self_attn.keys_values(fused, rotary))
         cache.commit(valid)
 
@@ -184,15 +250,55 @@ class ParallelHead(DraftHead):
         """One block a sequence behind its cached context: [B, S, d], [B, S] long -> [B, S, d]."""
         x = slot_embeddings.to(self.dtype)
         batch, slots, _ = x.shape
-        rotary = self.rotary(slot_positions, x.dtype)
         block = torch.ones(slots, slots, dtype=torch.bool, device=x.device)
         if self.config.mask == "causal":
             block = block.tril()
-        context = cache.valid()[:, None].expand(-1, slots, -1)
-        mask = torch.cat([context, block.expand(batch, -1, -1)], dim=2)
-        for index, layer in enumerate(self._layers()):
-            x = layer.slots(x, rotary, cache.layer(index), mask)
+        block = block.expand(batch, -1, -1)
+        x = self._behind(cache, 0, self._layers(), x, slot_positions, block, block_shift(slots))
         return self.norm(x)
+
+    @torch.no_grad()
+    def node_hidden(
+        self, cache: HeadCache, tree: Tree, tree_embeddings: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """The second pass in decoding: a node sees the context, its ancestors and itself (eq. 8).
+
+        Args:
+            tree_embeddings: [B, N + 1, d], of the tree's tokens.
+            hidden: [B, D, d], the first pass's slots; slot t predicts the nodes of depth t + 1.
+
+        Returns:
+            [B, N + 1, d]: the states that predict each node's children.
+        """
+        x = tree_embeddings.to(self.dtype)
+        positions = cache.lengths[:, None] + tree.depths
+        rest = positions, tree.ancestor_mask(), parent_rows(tree.parents)
+        if self.rescorer is None:
+            return self.norm(self._behind(cache, 0, self._layers(), x, *rest))
+        slot = tree.depths.clamp(max=hidden.shape[1] - 1)[..., None]
+        ahead = hidden.gather(1, slot.expand(-1, -1, hidden.shape[2]))
+        x, first = self.rescorer.enter(x, ahead), len(self.layers)
+        x = self._behind(cache, first, self._all_layers()[first:], x, *rest)
+        return self.rescorer.leave(x, ahead)
+
+    def _behind(
+        self,
+        cache: HeadCache,
+        first: int,
+        layers: list[HeadLayer],
+        x: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        previous: Previous,
+    ) -> Tensor:
+        """`layers`, from the cache's `first`, over rows that see the context and what `seen`,
+        bool [B, S, S], lets them see of each other."""
+        rotary = self.rotary(positions, x.dtype)
+        context = cache.valid()[:, None].expand(-1, x.shape[1], -1)
+        mask = torch.cat([context, seen], dim=2)
+        for index, layer in enumerate(layers, start=first):
+            x = layer.slots(x, rotary, cache.layer(index), mask, previous)
+        return x
 
     @torch.no_grad()
     def draft(
@@ -203,8 +309,8 @@ class ParallelHead(DraftHead):
         logits: Callable[[Tensor], Tensor],
         width: int,
         depth: int | None = None,
-    ) -> Draft:
-        """Candidates and edges of one block a sequence.
+    ) -> Draft | Tree:
+        """Candidates and edges of one block a sequence, or a tree that a second pass has scored.
 
         Args:
             cache: the context strictly before each anchor, so an anchor's position is its length.
@@ -215,7 +321,8 @@ class ParallelHead(DraftHead):
                 shallower; a bidirectional one always runs its whole block.
 
         Returns:
-            Slot scoring, or path scoring when the head has edges.
+            Slot scoring, or path scoring when the head has edges; with a second pass, the best
+            `rescore_nodes` nodes by either, each scored by its own ancestors.
         """
         depth = self.depth if depth is None else depth
         slots = 1 + (depth if self.config.mask == "causal" else max(depth, self.depth))
@@ -225,116 +332,28 @@ class ParallelHead(DraftHead):
         ids[:, 0] = anchors
         positions = cache.lengths[:, None] + torch.arange(slots, device=anchors.device)
         hidden = self.draft_hidden(cache, embed(ids), positions)[:, 1 : 1 + depth]
-        slot_logits = logits(hidden)
+        draft = self._scored(logits(hidden), anchors, embed, hidden, width)
+        if not self.rescores:
+            return draft
+        superset = TreeConfig(budget=self.config.rescore_nodes, width=draft.width)
+        tree = build_tree(draft, anchors, superset)
+        states = self.node_hidden(cache, tree, embed(tree.tokens), hidden)
+        return ancestor_scores(tree, states, logits)
+
+    def _scored(
+        self,
+        slot_logits: Tensor,
+        anchors: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        width: int,
+    ) -> Draft:
         if self.edges is None:
             return Draft.from_slot_logits(slot_logits, width)
         width = min(width, slot_logits.shape[-1])
         best, tokens = slot_logits.topk(width, dim=-1)
         log_q = best - torch.logsumexp(slot_logits, dim=-1, keepdim=True)
         return Draft(tokens, self.edges.edge_scores(tokens, log_q, anchors, hidden, embed))
-
-
-def resolve_head_config(config: HeadConfig, target: Target) -> HeadConfig:
-    """Fill every size left at None from the target.
-
-    Raises:
-        JetspecError: a tap outside the target, a mask token outside its vocabulary, or no unused
-            token to be found.
-    """
-    source = target.config
-    heads = config.num_attention_heads or source.num_attention_heads
-    shared = config.num_key_value_heads
-    if shared is None:
-        shared = getattr(source, "num_key_value_heads", None) or heads
-        if heads % shared:
-            shared = heads
-    head_dim = config.head_dim or getattr(source, "head_dim", None)
-    taps = config.taps or spread_taps(target.num_layers, config.num_taps)
-    for layer in taps:
-        if not 0 <= layer < target.num_layers:
-            raise JetspecError(
-                "head.taps", layer, f"the target has layers 0 to {target.num_layers - 1}"
-            )
-    mask_token = config.mask_token_id
-    if mask_token is None:
-        mask_token = unused_token(target)
-    elif not 0 <= mask_token < target.vocab_size:
-        raise JetspecError(
-            "head.mask_token_id", mask_token, f"the target has {target.vocab_size} tokens"
-        )
-    resolved = config.model_dump() | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": shared,
-        "head_dim": head_dim or target.hidden_size // source.num_attention_heads,
-        "intermediate_size": config.intermediate_size or source.intermediate_size,
-        "taps": taps,
-        "num_taps": len(taps),
-        "mask_token_id": mask_token,
-        "rms_norm_eps": config.rms_norm_eps or getattr(source, "rms_norm_eps", 1e-6),
-        "rope_parameters": config.rope_parameters or target_rope(target),
-        "max_position_embeddings": config.max_position_embeddings or source.max_position_embeddings,
-    }
-    return HeadConfig.model_validate(resolved)
-
-
-def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` layers from the second to the third last: round(1 + k·(L - 4)/(count - 1)).
-
-    A target too shallow for that is tapped evenly, every layer at most once.
-    """
-    first, last = 1, num_layers - 3
-    if last - first + 1 < count:
-        first, last, count = 0, num_layers - 1, min(count, num_layers)
-    if count == 1:
-        return (last,)
-    step = (last - first) / (count - 1)
-    return tuple(round(first + k * step) for k in range(count))
-
-
-def target_rope(target: Target) -> dict[str, Any]:
-    """The target's rotary parameters, without what only its own attention uses."""
-    source = target.config
-    parameters = dict(getattr(source, "rope_parameters", None) or {})
-    if "full_attention" in parameters:  # one entry a layer type
-        parameters = dict(parameters["full_attention"])
-    theta = parameters.get("rope_theta") or getattr(source, "rope_theta", None) or 10000.0
-    kind = parameters.get("rope_type", "default")
-    if kind not in ("linear", "llama3", "yarn"):
-        return {"rope_type": "default", "rope_theta": float(theta)}
-    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        parameters.pop(key, None)
-    return parameters | {"rope_theta": float(theta)}
-
-
-def unused_token(target: Target) -> int:
-    """A token of the target's vocabulary that no text contains, to stand for an undecided slot.
-
-    First choice: a row behind the tokenizer's last token; then a special token that neither ends
-    nor pads text and that the chat template does not write.
-
-    Raises:
-        JetspecError: every token is in use.
-    """
-    tokenizer = target.tokenizer
-    try:
-        known = len(tokenizer)
-    except TypeError:
-        known = target.vocab_size
-    reserved = set(target.eos_token_ids)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, int):
-            reserved.add(value)
-    for token in range(known, target.vocab_size):
-        if token not in reserved:
-            return token
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    for token, details in sorted(added.items(), reverse=True):
-        special = getattr(details, "special", False) and token < target.vocab_size
-        if special and token not in reserved and str(details) not in template:
-            return int(token)
-    raise JetspecError("head.mask_token_id", "null", "no unused token was found; set the id of one")
 
 
 def new_head(config: HeadConfig, target: Target, seed: int = 0) -> ParallelHead:

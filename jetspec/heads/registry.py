@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from jetspec.targets.target import Target
     from jetspec.training.blocks import Batch
     from jetspec.training.config import LossConfig
+    from jetspec.training.corpus import Corpus
+    from jetspec.training.hidden_cache import HiddenStates
 
-_OWN = "jetspec_head"  # config.json's key of a head that has no published format
+OWN = "jetspec_head"  # config.json's key of a head that has no published format
 _SIZES = ("hidden_size", "vocab_size", "num_target_layers")
 
 
@@ -136,6 +139,10 @@ class DraftHead(nn.Module):
         `start` lacks and that begin without changing its draft."""
         return frozenset()
 
+    def path_parameters(self) -> Iterable[nn.Parameter]:
+        """What `training.freeze_backbone` leaves to be trained."""
+        return ()
+
     def shards(self) -> Iterable[nn.Module]:
         """Parts that a sharded run gathers one at a time; each is only called, never reached into.
 
@@ -162,6 +169,16 @@ class DraftHead(nn.Module):
                 into logits, and the head's own hidden states too.
         """
         raise NotImplementedError
+
+    def finish(
+        self, target: "Target", corpus: "Corpus", heldout: np.ndarray, states: "HiddenStates"
+    ) -> None:
+        """What is done once when training ends, such as calibration; on every worker alike.
+
+        Args:
+            heldout: samples of the corpus that were not trained on.
+            states: gives the target's hidden states of samples.
+        """
 
     def new_cache(self, batch: int) -> Any:
         """An empty `DraftCache` for `batch` sequences."""
@@ -220,8 +237,9 @@ class DraftHead(nn.Module):
         """
         write_tensors(join(directory, WEIGHTS), self.state_dict(), dtype)
         config = {
-            _OWN: self.config.model_dump(mode="json"),
+            OWN: self.config.model_dump(mode="json"),
             **{name: getattr(self, name) for name in _SIZES},
+            "block_size": self.config.block_size,
             "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
             "jetspec_training": record,
         }
@@ -238,7 +256,7 @@ class DraftHead(nn.Module):
         if missing:
             raise JetspecError("head", join(directory, CONFIG), f"lacks {missing[0]}")
         try:
-            config = cls.settings.model_validate(raw[_OWN])
+            config = cls.settings.model_validate(raw[OWN])
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "config"
@@ -251,7 +269,11 @@ class DraftHead(nn.Module):
 
 HEADS: dict[str, type[DraftHead]] = {}
 # Where the heads of this package live; a module is imported when its head is first asked for.
-MODULES = {PARALLEL: "jetspec.heads.parallel", "eagle3": "jetspec.heads.eagle"}
+MODULES = {
+    PARALLEL: "jetspec.heads.parallel",
+    "dspark": "jetspec.heads.dspark",
+    "eagle3": "jetspec.heads.eagle",
+}
 _Head = TypeVar("_Head", bound=type[DraftHead])
 
 
@@ -288,11 +310,11 @@ def load_head(directory: str) -> DraftHead:
             missing, superfluous or of another shape.
     """
     raw = read_config(directory)
-    own = raw.get(_OWN)
+    own = raw.get(OWN)
     if own is None:  # the published formats are all of parallel heads
         return head_class(PARALLEL).load(raw, directory)
     if not isinstance(own, dict):
-        raise JetspecError(f"head.{_OWN}", own, "must be a mapping")
+        raise JetspecError(f"head.{OWN}", own, "must be a mapping")
     return head_class(str(own.get("kind", PARALLEL))).load(raw, directory)
 
 

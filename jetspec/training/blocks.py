@@ -95,6 +95,12 @@ class Batch:
         ids[:, :, 0] = self.input_ids.gather(1, self.anchors)
         return ids.flatten(1)
 
+    def true_ids(self) -> Tensor:
+        """long [R, A * block_size]: every block is its anchor's token and the true ones behind it;
+        rubbish behind the answer's end, where no slot has weight."""
+        anchor = self.input_ids.gather(1, self.anchors)[:, :, None]
+        return torch.cat([anchor, self.labels], dim=2).flatten(1)
+
     def slot_positions(self) -> Tensor:
         """long [R, A * block_size]: the anchor at n, slot k at n + k."""
         first = self.positions.gather(1, self.anchors)

@@ -62,6 +62,7 @@ class TrainingConfig(Settings):
             states once, refused when their size would pass `cache_limit_gb`.
         warm_start: where the first weights come from: a head directory's URI, `champion`, or
             None for fresh ones.
+        freeze_backbone: train the path scores alone, on a head that stays as it is.
         heldout_fraction: share of the prompts kept out of training for the tau estimate.
         estimate_samples: held-out samples replayed for one tau estimate, at most.
         checkpoint_every: steps between checkpoints; the last two are kept.
@@ -85,6 +86,7 @@ class TrainingConfig(Settings):
     hidden_states: Literal["online", "cache"] = "online"
     cache_limit_gb: float = Field(20.0, gt=0)
     warm_start: str | None = None
+    freeze_backbone: bool = False
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
     estimate_samples: int = Field(32, ge=1)
     estimate_every: int = Field(200, ge=1)
@@ -94,5 +96,7 @@ class TrainingConfig(Settings):
 
     def shaping(self) -> dict[str, Any]:
         """The settings that decide the head; how the work is spread only changes its rounding."""
-        spreading = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
-        return self.model_dump(mode="json", exclude=spreading)
+        left_out = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
+        if not self.freeze_backbone:
+            left_out.add("freeze_backbone")  # keys made without it stay valid
+        return self.model_dump(mode="json", exclude=left_out)

@@ -130,6 +130,21 @@ def train(
     return _Run(config, head, target, samples, directory, world, report).run(resume)
 
 
+def freeze_backbone(head: DraftHead) -> None:
+    """Leave only the path scores to be trained.
+
+    Raises:
+        JetspecError: the head has none with weights of their own.
+    """
+    kept = {id(parameter) for parameter in head.path_parameters()}
+    if not kept:
+        raise JetspecError(
+            "training.freeze_backbone", True, "the head has no path scores of its own; set edges"
+        )
+    for parameter in head.parameters():
+        parameter.requires_grad_(id(parameter) in kept)
+
+
 class _Run:
     def __init__(
         self,
@@ -157,7 +172,7 @@ class _Run:
         self.schedule = Schedule(
             corpus.lengths, training, config, config.sequence_length if cuda else None
         )
-        self.maker = BatchMaker(corpus, config, head.config.block_size, fixed_shape=cuda)
+        self.maker = BatchMaker(corpus, config, head.depth + 1, fixed_shape=cuda)
         self.states = self._hidden_states()
         self.config_hash = content_hash(
             {
@@ -167,16 +182,19 @@ class _Run:
                 "samples": corpus.ids,
             }
         )
+        if config.freeze_backbone:
+            freeze_backbone(head)
         self.distiller = Distiller(head.train(), target, config.loss)
         self.model = self._wrapped()
-        matrices = [p for p in self.distiller.parameters() if p.ndim > 1]
-        vectors = [p for p in self.distiller.parameters() if p.ndim <= 1]
+        trained = [p for p in self.distiller.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim > 1]
+        vectors = [p for p in trained if p.ndim <= 1]
         groups: list[dict[str, Any]] = [
             {"params": matrices},
             {"params": vectors, "weight_decay": 0},
         ]
         self.optimizer = torch.optim.AdamW(
-            groups,
+            [group for group in groups if group["params"]],
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -214,8 +232,10 @@ class _Run:
         tau = next(
             (e["tau_estimate"] for e in reversed(self.curve) if "tau_estimate" in e), math.nan
         )
-        head = full_head(self.distiller, self.head).cpu().eval()
-        return TrainResult(head, done, self.curve, tau, self.counts, self._seconds())
+        head = full_head(self.distiller, self.head).to(self.device).eval()
+        chosen = self.heldout[: self.config.estimate_samples]
+        head.finish(self.target, self.corpus, chosen, self.states)
+        return TrainResult(head.cpu(), done, self.curve, tau, self.counts, self._seconds())
 
     def _step(self, step: int) -> Tensor:
         """One optimizer step; returns [loss sum, gradient norm] without reading them."""

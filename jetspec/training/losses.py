@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.heads.edges import MarkovEdges, renormalise
+from jetspec.heads.edges import EdgeProducer, Places, renormalise
 from jetspec.training.blocks import Chunk
 from jetspec.training.config import LossConfig
 
@@ -122,8 +122,9 @@ class _ChunkedDistillation(torch.autograd.Function):
                 hits.append(measured.hits)
                 if with_candidates:
                     found.append(_candidates(student, taught, shared, label, measured, config))
-                (d_chunk,) = torch.autograd.grad(logits, chunk, measured.gradient)
-            gradient[slots[here]] = d_chunk
+                if ctx.needs_input_grad[0]:
+                    (d_chunk,) = torch.autograd.grad(logits, chunk, measured.gradient)
+                    gradient[slots[here]] = d_chunk
             del logits, student, taught, measured
         ctx.save_for_backward(gradient)
         empty = hidden.new_zeros(0, dtype=torch.float32)
@@ -281,11 +282,10 @@ def _concatenate(found: list[Candidates], count: int, device: torch.device) -> l
 
 
 def edge_loss(
-    edges: MarkovEdges,
+    edges: EdgeProducer,
     candidates: Candidates,
     hidden: Tensor,
-    parents: Tensor,
-    labels: Tensor,
+    places: Places,
     weights: Tensor,
     embed: Project,
     config: LossConfig,
@@ -298,28 +298,23 @@ def edge_loss(
 
     Args:
         hidden: [M, d], detached slot hidden states.
-        parents: long [M], the true token before each slot's own.
-        labels: long [M]; weights: fp32 [M].
+        places: where the M slots lie, their true tokens and those before them.
+        weights: fp32 [M].
         embed: the target's embedding.
     """
     tokens, log_q, log_p = candidates
-    children, place = torch.unique(tokens, return_inverse=True)
-    factors = edges.child_factors(embed(children))  # [unique, r]: a token's row is projected once
-    parent = edges.parent_factors(embed(parents))
-    gate = edges.gate(hidden)
-    if gate is not None:
-        parent = parent * gate
-    total = (
-        0 * (parent.sum() + factors.sum()).float()
-    )  # every parameter has a gradient, even at M = 0
+    if not edges.learns_from_inserted:
+        weights = weights.masked_fill(tokens[:, -1] == places.labels, 0.0)
+    # Every parameter has a gradient, even at M = 0.
+    total = hidden.new_zeros((), dtype=torch.float32)
+    total = total + sum(0 * parameter.float().sum() for parameter in edges.parameters())
+    scored = edges.teacher_forced(tokens, log_q, hidden, places, embed)
     for begin in range(0, len(tokens), 8 * config.chunk_tokens):
         here = slice(begin, begin + 8 * config.chunk_tokens)
-        bias = torch.utils.checkpoint.checkpoint(
-            _pair_scores, parent[here], factors, place[here], use_reentrant=False
-        )
+        bias = torch.utils.checkpoint.checkpoint(scored, here, use_reentrant=False)
         scores = renormalise(log_q[here], bias)
         scores = scores - torch.logsumexp(log_q[here], dim=-1, keepdim=True)  # [m, K], sums to one
-        true = tokens[here] == labels[here, None]
+        true = tokens[here] == places.labels[here, None]
         rows = _edge_rows(scores, F.log_softmax(log_p[here], dim=-1), true, config)
         total = total + (rows * weights[here]).sum()
     return total
@@ -337,8 +332,3 @@ def _edge_rows(log_q: Tensor, log_p: Tensor, true: Tensor, config: LossConfig) -
             row = (log_p.exp() * (log_p - log_q)).sum(-1)
         rows = rows + share * row
     return rows
-
-
-def _pair_scores(parent: Tensor, factors: Tensor, place: Tensor) -> Tensor:
-    """parent [m, r], factors [u, r], place [m, K] -> S [m, K]."""
-    return torch.einsum("mr,mkr->mk", parent, factors[place])

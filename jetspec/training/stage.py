@@ -88,6 +88,9 @@ def distil_head(
         raise JetspecError(
             "training.warm_start", warm_start, "needs the registry; give a directory"
         )
+    if config.training.freeze_backbone and warm_start is None:
+        mend = "a fresh head would stay as it is; set training.warm_start"
+        raise JetspecError("training.freeze_backbone", True, mend)
     stage, done = head_stage(config, samples_uri, warm_start)
     if done:
         return stage

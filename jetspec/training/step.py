@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from jetspec.heads.edges import Places
 from jetspec.heads.registry import DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.blocks import Batch, attention_mask
 from jetspec.training.config import LossConfig
-from jetspec.training.losses import distil, edge_loss
+from jetspec.training.losses import Distillation, distil, edge_loss
 
 if TYPE_CHECKING:
     from jetspec.heads.parallel import ParallelHead
@@ -80,6 +81,40 @@ class Distiller(nn.Module):
         return self.head.loss(batch, taps, teacher_hidden, self._target, self.config)
 
 
+def distil_slots(
+    batch: Batch,
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    target: Target,
+    config: LossConfig,
+    *,
+    slots: Tensor | None = None,
+    with_candidates: bool = False,
+) -> Distillation:
+    """The configured loss of every slot that carries one.
+
+    Args:
+        hidden: [R, A * block, d], input of the target's output projection.
+        teacher_hidden: [R, T, d].
+        slots: long [M], where in `hidden` each of `batch.slots` is predicted; None is at itself.
+        with_candidates: also return what edge scores train on.
+    """
+    chosen = batch.chosen()
+    return distil(
+        hidden.flatten(0, 1),
+        teacher_hidden.flatten(0, 1),
+        batch.slots if slots is None else slots,
+        batch.teachers,
+        batch.shared,
+        batch.chunks,
+        batch.labels.flatten()[chosen],
+        batch.weights.flatten()[chosen],
+        target.project,
+        config,
+        with_candidates=with_candidates,
+    )
+
+
 def block_loss(
     head: "ParallelHead",
     batch: Batch,
@@ -89,42 +124,43 @@ def block_loss(
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
     """The loss of a head that drafts a block in one pass; see `DraftHead.loss`."""
-    causal = head.config.mask == "causal"
+    fused = head.fuse(taps)
     hidden = head(
-        head.fuse(taps),
+        fused,
         batch.positions,
         target.embed(batch.slot_ids(head.mask_token_id)),
         batch.slot_positions(),
-        attention_mask(batch, causal=causal),
-    ).flatten(0, 1)  # [R * A * block, d]
-    chosen = batch.chosen()
-    labels = batch.labels.flatten()[chosen]
-    weights = batch.weights.flatten()[chosen]
-    result = distil(
-        hidden,
-        teacher_hidden.flatten(0, 1),
-        batch.slots,
-        batch.teachers,
-        batch.shared,
-        batch.chunks,
-        labels,
-        weights,
-        target.project,
-        config,
-        with_candidates=head.edges is not None,
+        attention_mask(batch, causal=head.config.mask == "causal"),
+    )  # [R, A * block, d]
+    result = distil_slots(
+        batch, hidden, teacher_hidden, target, config, with_candidates=head.edges is not None
     )
-    loss, edge = result.loss, torch.zeros_like(result.loss)
+    path = torch.zeros_like(result.loss)
     if head.edges is not None:
         assert result.candidates is not None
-        edge = edge_loss(
+        blocks, depths = batch.slots // batch.block_size, batch.slots % batch.block_size - 1
+        chosen = batch.chosen()
+        parents = batch.parents().flatten()[chosen]
+        path = edge_loss(
             head.edges,
             result.candidates,
-            hidden.detach()[batch.slots],
-            batch.parents().flatten()[chosen],
-            labels,
-            weights,
+            hidden.detach().flatten(0, 1)[batch.slots],
+            Places(blocks, depths, parents, batch.labels.flatten()[chosen]),
+            batch.weights.flatten()[chosen],
             target.embed,
             config,
         )
-        loss = loss + config.edge_weight * edge
-    return loss, Statistics.of(batch, result.loss, edge, result.hits).sums
+    if head.rescores:
+        second = head.true_hidden(
+            fused,
+            batch.positions,
+            target.embed(batch.true_ids()),
+            batch.slot_positions(),
+            attention_mask(batch, causal=True),
+            hidden,
+        )
+        # A row that has read k tokens predicts the next, which is slot k + 1's.
+        slots = batch.slots - 1
+        path = path + distil_slots(batch, second, teacher_hidden, target, config, slots=slots).loss
+    loss = result.loss + config.edge_weight * path if head.scores_paths else result.loss
+    return loss, Statistics.of(batch, result.loss, path, result.hits).sums
