@@ -15,14 +15,16 @@ from torch import Tensor
 
 from jetspec.drafters import Drafter
 from jetspec.errors import JetspecError
-from jetspec.sampling import SamplingParams, request_keys, sample
+from jetspec.rules import Rule, resolve_rule
+from jetspec.sampling import SamplingParams, request_keys, sample, seen_tokens
 from jetspec.targets.kv_cache import KVCache
 from jetspec.targets.target import Target
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
+from jetspec.trees.drawn import Draws
 from jetspec.trees.tree import Tree
-from jetspec.verify import Acceptance, verify_greedy, verify_sampled
+from jetspec.verify import Acceptance, verify_greedy, verify_residual, verify_sampled
 
 PHASES = ("prefill", "draft", "build", "verify", "commit")
 
@@ -77,6 +79,7 @@ def decode(
     drafter: Drafter | None = None,
     tree: TreeConfig | None = None,
     sampling: SamplingParams = SamplingParams(),
+    rule: Rule | None = None,
     max_new_tokens: int,
     stop_token_ids: Collection[int] | None = None,
     request_ids: Sequence[int | str] | None = None,
@@ -87,20 +90,25 @@ def decode(
         prompts: token ids, of any lengths.
         drafter: None decodes plainly.
         tree: how drafts become trees; None is a chain.
+        rule: how a candidate is accepted; None fits the temperature (see rules.py).
         stop_token_ids: None is the target's end-of-sequence tokens; empty never stops.
         request_ids: with `sampling.seed` they fix each prompt's tokens at temperature > 0; None
             numbers the prompts.
 
     Raises:
-        JetspecError: no prompt, an empty prompt, or a limit below 1.
+        JetspecError: no prompt, an empty prompt, a limit below 1, or settings that do not fit
+            together.
     """
+    tree = tree or TreeConfig(builder="chain")
     _check(prompts, max_new_tokens, request_ids)
+    _check_bias(sampling, target.vocab_size)
     ids = range(len(prompts)) if request_ids is None else request_ids
     batch = Batch(
         target=target,
         drafter=drafter,
-        tree=tree or TreeConfig(builder="chain"),
+        tree=tree,
         sampling=sampling,
+        rule=resolve_rule(rule, sampling.temperature, tree.builder),
         limit=max_new_tokens,
         stops=frozenset(target.eos_token_ids if stop_token_ids is None else stop_token_ids),
         running=[Sequel(list(prompt)) for prompt in prompts],
@@ -158,12 +166,15 @@ class Batch:
             order. The others are padding that no mask lets through.
         anchors: long [B], the last committed tokens.
         keys: long [B], each request's key for the sampling noise.
+        seen: bool [B, V], tokens of each sequence so far, the anchor's included; None where the
+            sampling does not ask.
     """
 
     target: Target
     drafter: Drafter | None
     tree: TreeConfig
     sampling: SamplingParams
+    rule: Rule
     limit: int
     stops: frozenset[int]
     running: list[Sequel]
@@ -171,6 +182,7 @@ class Batch:
     cache: KVCache = field(init=False)
     valid: Tensor = field(init=False)
     anchors: Tensor = field(init=False)
+    seen: Tensor | None = field(init=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -187,6 +199,8 @@ class Batch:
         index = torch.tensor(rows, device=self.keys.device)
         self.keys, self.anchors = self.keys[index], self.anchors[index]
         self.valid = self.valid[index]
+        if self.seen is not None:
+            self.seen = self.seen[index]
         self.cache.keep_sequences(index)
         if self.drafter:
             self.drafter.keep_sequences(index)
@@ -224,7 +238,10 @@ def prefill(batch: Batch) -> None:
         batch.drafter.begin(len(batch.running), target)
         batch.drafter.observe(output.taps, positions, batch.valid, tokens)
     last = output.hidden[torch.arange(len(lengths), device=device), lengths - 1]
-    batch.anchors = sample(target.logits(last), batch.sampling, batch.keys, lengths)
+    histories = [sequel.history for sequel in batch.running]
+    batch.seen = seen_tokens(batch.sampling, histories, target.vocab_size, device)
+    batch.anchors = sample(target.logits(last), batch.sampling, batch.keys, lengths, batch.seen)
+    _remember(batch, batch.anchors[:, None])
     for sequel, token in zip(batch.running, batch.anchors.tolist(), strict=True):
         sequel.extend([token], batch.stops, batch.limit)
     batch.leave()
@@ -241,7 +258,11 @@ def build(batch: Batch, proposal: Draft | Tree | None) -> Tree:
     """The tree to verify under each anchor."""
     if proposal is None:
         return Tree.root_only(batch.anchors)
-    return build_tree(proposal, batch.anchors, batch.tree)
+    draws = None
+    if batch.rule == "residual":
+        sampling, positions = batch.sampling, batch.valid.sum(1)
+        draws = Draws(sampling.temperature, sampling.seed, batch.keys, positions)
+    return build_tree(proposal, batch.anchors, batch.tree, draws)
 
 
 def verify(batch: Batch, tree: Tree) -> Verified:
@@ -262,9 +283,13 @@ def verify(batch: Batch, tree: Tree) -> Verified:
 
 def accept(batch: Batch, tree: Tree, verified: Verified) -> Acceptance:
     """The deepest path that the target agrees with, and its bonus token."""
-    if batch.sampling.greedy:
-        return verify_greedy(tree, verified.logits)
-    return verify_sampled(tree, verified.logits, batch.sampling, verified.positions, batch.keys)
+    if batch.rule == "greedy":
+        return verify_greedy(tree, verified.logits, batch.sampling, batch.seen)
+    # A tree that is only a root has no candidate to try: its bonus is plain sampling's.
+    drawn = batch.rule == "residual" and tree.proposal is not None
+    return (verify_residual if drawn else verify_sampled)(
+        tree, verified.logits, batch.sampling, verified.positions, batch.keys, batch.seen
+    )
 
 
 def commit(batch: Batch, tree: Tree, verified: Verified, acceptance: Acceptance) -> None:
@@ -277,6 +302,7 @@ def commit(batch: Batch, tree: Tree, verified: Verified, acceptance: Acceptance)
         sequel.generation.rounds.append(kept)
         sequel.generation.accepted.append(length - 1)
     batch.anchors = acceptance.bonus
+    _remember(batch, torch.cat([tokens, acceptance.bonus[:, None]], dim=1))
 
     _compact(batch, tree, acceptance)
     if batch.drafter:
@@ -287,6 +313,12 @@ def commit(batch: Batch, tree: Tree, verified: Verified, acceptance: Acceptance)
         positions = verified.positions.gather(1, path)
         batch.drafter.observe(taps, positions, acceptance.path >= 0, tokens)
     batch.leave()
+
+
+def _remember(batch: Batch, tokens: Tensor) -> None:
+    """Committed tokens, long [B, T], join those seen; a path's padding repeats the root's."""
+    if batch.seen is not None:
+        batch.seen.scatter_(1, tokens, True)
 
 
 def _compact(batch: Batch, tree: Tree, acceptance: Acceptance) -> None:
@@ -344,3 +376,9 @@ def _check(
         raise JetspecError("max_new_tokens", limit, "must be 1 or more")
     if request_ids is not None and len(request_ids) != len(prompts):
         raise JetspecError("request_ids", len(request_ids), f"give one for each of {len(prompts)}")
+
+
+def _check_bias(sampling: SamplingParams, vocab_size: int) -> None:
+    for token, bias in sampling.logit_bias:
+        if token >= vocab_size:
+            raise JetspecError("logit_bias", f"{token}: {bias}", f"the target has {vocab_size}")

@@ -5,14 +5,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from jetspec.errors import JetspecError
 from jetspec.sampling import (
     SamplingParams,
+    Stream,
     gumbel_noise,
     request_keys,
     sample,
+    seen_tokens,
     target_distribution,
+    uniform_noise,
 )
 
 
@@ -131,8 +143,85 @@ def test_samples_follow_the_filtered_distribution():
     assert stats.chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-3
 
 
+def transformers_distribution(logits, params, text) -> torch.Tensor:
+    """log p [V] as `generate` of transformers makes it, processor by processor."""
+    processors = []
+    if params.logit_bias:
+        bias = {(token,): value for token, value in params.logit_bias}
+        processors.append(SequenceBiasLogitsProcessor(bias))
+    processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    processors += [TopPLogitsWarper(params.top_p), MinPLogitsWarper(params.min_p)]
+    return LogitsProcessorList(processors)(text[None], logits[None])[0].log_softmax(-1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.3, 2.0),
+    st.sampled_from([0.33, 0.61, 0.87, 1.0]),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    st.sampled_from([0.7, 1.0, 1.3, 4.0]),
+    st.sampled_from([(), ((2, 1.5),), ((0, -2.0), (7, 0.5))]),
+)
+def test_all_settings_together_are_transformers(
+    seed, temperature, top_p, top_k, min_p, penalty, bias
+):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(9, generator=generator) * 2
+    text = torch.randint(9, (4,), generator=generator)
+    params = SamplingParams(
+        temperature, top_p, top_k, min_p=min_p, repetition_penalty=penalty, logit_bias=bias
+    )
+    seen = seen_tokens(params, [text.tolist()], 9, "cpu")
+    log_p = target_distribution(logits[None], params, seen)[0]
+    expected = transformers_distribution(logits, params, text)
+    assert torch.allclose(log_p.exp(), expected.exp(), atol=1e-5)
+
+
+def test_a_forbidden_token_is_never_drawn_and_bias_and_penalty_count_when_greedy():
+    logits = torch.tensor([[3.0, 2.5, 2.0, -1.0]])
+    keys, place = request_keys([0]), torch.tensor([0])
+    banned = SamplingParams(logit_bias=((0, float("-inf")),))
+    assert sample(logits, banned, keys, place).tolist() == [1]
+    assert target_distribution(logits, SamplingParams(1.0, logit_bias=((0, float("-inf")),)))[
+        0, 0
+    ] == float("-inf")
+    penalised = SamplingParams(repetition_penalty=2.0)
+    seen = seen_tokens(penalised, [[0, 1]], 4, "cpu")
+    assert sample(logits, penalised, keys, place, seen).tolist() == [2]
+
+
+def test_a_penalty_without_the_text_is_refused():
+    with pytest.raises(ValueError, match="seen so far"):
+        target_distribution(torch.zeros(1, 4), SamplingParams(1.0, repetition_penalty=1.1))
+
+
+def test_streams_of_one_key_are_independent():
+    keys, place = request_keys([0]), torch.tensor([3])
+    streams = torch.cat([uniform_noise(1, keys, place, 4000, stream) for stream in Stream])
+    apart = torch.corrcoef(streams) - torch.eye(len(Stream))
+    assert apart.abs().max() < 0.06
+    assert stats.kstest(streams.flatten().numpy(), "uniform").pvalue > 1e-3
+
+
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}]
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((1, float("inf")),)},
+        {"logit_bias": ((1, 1.0), (1, 2.0))},
+    ],
+    ids=str,
 )
 def test_parameters_out_of_range_are_one_line_errors(bad):
     with pytest.raises(JetspecError) as caught:

@@ -1,5 +1,6 @@
 """Tree builders against brute force, and the record they fill."""
 
+import heapq
 import itertools
 import math
 
@@ -11,14 +12,14 @@ from hypothesis import strategies as st
 from jetspec.trees.build import BUILDERS, build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
-from jetspec.trees.scores import order_edges
+from jetspec.trees.scores import fit_calibration, order_edges
 from jetspec.trees.tree import Tree
 from tests.tiny import random_draft
 
 
 def brute_force(draft: Draft, row: int, config: TreeConfig) -> list[tuple[int, ...]]:
     """The best `budget` candidate paths by (score, depth, path of ranks): no pruning, no heap."""
-    edges = order_edges(draft.edge_scores, config)[row]
+    edges = order_edges(draft.edge_scores, config, draft.confidence)[row]
     paths = []
     for depth in range(1, draft.depth + 1):
         for ranks in itertools.product(range(draft.width), repeat=depth):
@@ -49,13 +50,16 @@ drafts = st.builds(
     path=st.booleans(),
     coarse=st.booleans(),
 )
-scores = st.sampled_from(["cumulative", "entropy", "hybrid"])
+scores = st.sampled_from(["cumulative", "entropy", "hybrid", "survival"])
 
 
 @settings(max_examples=60, deadline=None)
-@given(drafts, st.integers(1, 40), scores)
-def test_best_first_is_the_brute_force_best_prefix_closed_set(draft, budget, score):
-    config = TreeConfig(builder="best_first", budget=budget, score=score)
+@given(drafts, st.integers(1, 40), scores, st.booleans())
+def test_best_first_is_the_brute_force_best_prefix_closed_set(draft, budget, score, confident):
+    config = TreeConfig(builder="best_first", budget=budget, score=score, calibration=(0.6, 1.8))
+    if confident:
+        confidence = draft.edge_scores.exp().mean(-1)
+        draft = Draft(draft.tokens, draft.edge_scores, confidence)
     tree = build_tree(draft, torch.arange(draft.tokens.shape[0]), config)
     tree.validate()
     for row in range(draft.tokens.shape[0]):
@@ -151,10 +155,10 @@ def test_ancestor_mask_shows_the_path_and_nothing_else():
     assert tree.ancestor_mask()[0].long().tolist() == expected
 
 
-@pytest.mark.parametrize("score", ["cumulative", "entropy", "hybrid"])
+@pytest.mark.parametrize("score", ["cumulative", "entropy", "hybrid", "survival"])
 def test_edge_terms_never_lift_a_child_above_its_parent(score):
-    edges = torch.randn(2, 3, 4, 4)  # unnormalised: some above 0
-    terms = order_edges(edges, TreeConfig(score=score, alpha=2.0))
+    edges = torch.randn(2, 3, 4, 4) - 0.5  # unnormalised: some above 0
+    terms = order_edges(edges, TreeConfig(score=score, alpha=2.0, calibration=(0.5, 2.0)))
     assert torch.all(terms <= 0)
 
 
@@ -194,6 +198,127 @@ def test_width_and_depth_limit_the_tree():
     tree = build_tree(draft, torch.tensor([0]), config)
     assert int(tree.depths.max()) == 3
     assert int(tree.sizes[0]) == 1 + 2 + 4 + 8
+
+
+def heap_best_first(draft: Draft, budget: int) -> float:
+    """The surrogate of the exact tree by lazy siblings: a heap that holds a node's next sibling
+    and its first child."""
+    edges = draft.edge_scores[0].double().tolist()
+    heap, total = [(-edges[0][0][0], 0, 0, 0.0, 0)], 0.0
+    for _ in range(budget):
+        cost, depth, rank, above, parent = heapq.heappop(heap)
+        total += math.exp(-cost)
+        if rank + 1 < draft.width:
+            term = edges[depth][parent][rank + 1]
+            heapq.heappush(heap, (above - term, depth, rank + 1, above, parent))
+        if depth + 1 < draft.depth:
+            heapq.heappush(heap, (cost - edges[depth + 1][rank][0], depth + 1, 0, cost, rank))
+    return total
+
+
+@pytest.mark.parametrize("budget", [128, 1024])
+def test_best_first_is_exact_at_large_budgets_and_real_depths(budget):
+    logits = torch.randn(1, 15, 200, generator=torch.Generator().manual_seed(budget)) * 4
+    draft = Draft.from_slot_logits(logits, width=32)
+    anchor = torch.zeros(1, dtype=torch.long)
+    tree = build_tree(draft, anchor, TreeConfig(budget=budget))
+    tree.validate()
+    assert tree.sizes.tolist() == [budget + 1]
+    assert tree.surrogate().item() == pytest.approx(heap_best_first(draft, budget), rel=1e-5)
+    printed = build_tree(draft, anchor, TreeConfig(builder="algorithm1", budget=budget))
+    printed.validate()
+    assert tree.surrogate() >= printed.surrogate()
+
+
+@pytest.mark.parametrize("builder", ["algorithm1", "best_first", "static"])
+def test_widths_cap_the_candidates_of_single_depths(builder):
+    draft = random_draft(0, 2, 4, 4, path=True, coarse=False)
+    rates = (0.3, 0.25, 0.23, 0.22)
+    config = TreeConfig(builder=builder, budget=500, widths=(2, 1), width=3, rank_rates=rates)
+    tree = build_tree(draft, torch.tensor([0, 0]), config)
+    tree.validate()
+    assert tree.sizes.tolist() == [1 + 2 + 2 + 6 + 18] * 2
+    for row in range(2):
+        ranks = [path[1] for path in tree_paths(tree, draft, row) if len(path) == 2]
+        assert ranks == [0, 0]
+
+
+def test_widths_of_all_slots_alike_are_width():
+    draft = random_draft(1, 2, 3, 4, path=True, coarse=True)
+    anchors = torch.zeros(2, dtype=torch.long)
+    capped = build_tree(draft, anchors, TreeConfig(budget=12, widths=(2, 2, 2)))
+    narrow = build_tree(draft, anchors, TreeConfig(budget=12, width=2))
+    assert torch.equal(capped.tokens, narrow.tokens)
+    assert torch.equal(capped.parents, narrow.parents)
+
+
+@settings(max_examples=40, deadline=None)
+@given(drafts, st.integers(1, 20), st.sampled_from([(0.6, 0.4), (0.5, 0.3, 0.15), (0.9,)]))
+def test_static_trees_have_one_shape_and_a_nodes_best_children_in_order(draft, budget, rates):
+    config = TreeConfig(builder="static", budget=budget, rank_rates=rates)
+    tree = build_tree(draft, torch.zeros(draft.tokens.shape[0], dtype=torch.long), config)
+    tree.validate()
+    assert torch.equal(tree.parents, tree.parents[:1].expand_as(tree.parents))
+    rates = rates[: draft.width]
+    every = [
+        (-math.prod(rates[r] for r in path), depth, path)
+        for depth in range(1, draft.depth + 1)
+        for path in itertools.product(range(len(rates)), repeat=depth)
+    ]
+    assert int(tree.sizes[0]) == 1 + min(budget, len(every))
+    value = sum(sorted(cost for cost, _, _ in every)[:budget])
+    for row in range(draft.tokens.shape[0]):
+        products = 0.0
+        for path in tree_paths(tree, draft, row):
+            numbers, parent = [], 0
+            for slot, rank in enumerate(path):
+                edges = draft.edge_scores[row, slot, parent].tolist()
+                better = sum((edge, -j) > (edges[rank], -rank) for j, edge in enumerate(edges))
+                numbers, parent = [*numbers, better], rank
+            products += math.prod(rates[number] for number in numbers)
+        assert products == pytest.approx(-value, rel=1e-4)
+
+
+@pytest.mark.parametrize("rates", [(0.2, 0.5), (0.6, 0.6), (0.0,), ()])
+def test_rates_that_rise_or_pass_one_are_refused(rates):
+    with pytest.raises(ValueError, match="rank_rates"):
+        TreeConfig(rank_rates=rates)
+
+
+def test_survival_without_calibration_or_confidence_is_cumulative():
+    draft = random_draft(3, 2, 3, 4, path=True, coarse=False)
+    anchors = torch.zeros(2, dtype=torch.long)
+    trees = [
+        build_tree(draft, anchors, TreeConfig(budget=9, score=s))
+        for s in ("cumulative", "survival")
+    ]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+def test_survival_goes_where_the_drafter_is_confident():
+    log_q = torch.tensor([[[0.5, 0.5], [0.6, 0.4]]]).log()
+    edges = Draft.from_slot_scores(torch.tensor([[[10, 11], [20, 21]]]), log_q).edge_scores
+    confidence = torch.tensor([[[0.9, 0.9], [0.1, 0.9]]])
+    draft = Draft(torch.tensor([[[10, 11], [20, 21]]]), edges, confidence)
+    tree = build_tree(draft, torch.tensor([1]), TreeConfig(budget=3, score="survival"))
+    assert tree.tokens.tolist() == [[1, 10, 11, 20]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2]]
+    terms = order_edges(edges, TreeConfig(score="survival", calibration=(1.0, 2.0)), confidence)
+    q = 1 / (1 + math.sqrt(0.4 / 0.6))  # sigmoid(logit(0.6) / 2)
+    assert terms[0, 1, 0, 0].item() == pytest.approx(math.log(q) + math.log(0.1), abs=1e-5)
+
+
+def test_calibration_finds_the_temperature_of_each_depth():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12_000, generator=generator) * 2
+    depths = torch.tensor([1, 2, 4]).repeat(4000)
+    true = torch.tensor([0.0, 0.5, 2.0, 0.0, 4.0])[depths]
+    accepted = torch.rand(12_000, generator=generator) < torch.sigmoid(logits / true)
+    found = fit_calibration(torch.nn.functional.logsigmoid(logits), accepted, depths)
+    assert found[:2] == pytest.approx((0.5, 2.0), rel=0.2)
+    assert found[2] == found[1]  # nothing was tested there
+    assert found[3] == pytest.approx(4.0, rel=0.25)
+    assert fit_calibration(torch.zeros(0), torch.zeros(0).bool(), torch.zeros(0).long()) == ()
 
 
 def test_edge_scores_of_another_shape_are_refused():

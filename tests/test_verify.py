@@ -6,16 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 import jetspec.decode
-from jetspec.decode import decode
-from jetspec.sampling import SamplingParams, request_keys, sample, target_distribution
+import jetspec.verify
+from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
 from jetspec.trees.tree import Tree
 from jetspec.verify import Acceptance, verify_greedy, verify_sampled, walk
+from tests.chi_square import BIASED, LOSSLESS, decoded_p_value
 from tests.tiny import random_draft, tiny_target
 
 
@@ -73,7 +73,7 @@ def test_padding_is_never_accepted():
 # The target of the chi-square tests: 6 tokens, and a fixed draft for the two next slots.
 VOCAB = 6
 PROMPT = [3, 5, 4]
-DRAWS = 20_000
+DRAWS = 12_000
 
 
 class FixedDrafter:
@@ -96,37 +96,10 @@ class FixedDrafter:
         return Draft.from_slot_scores(tokens, log_q)
 
 
-def chi_square(target, tree, params):
-    """p-values of the joint counts of tokens (1, 2) and (2, 3) over DRAWS seeded requests.
-
-    Token 1 comes from the prefill, so (2, 3) are the first two that a verification rule commits.
-    """
-    result = decode(
-        target,
-        [PROMPT] * DRAWS,
-        drafter=FixedDrafter() if tree else None,
-        tree=tree,
-        sampling=params,
-        max_new_tokens=3,
-        stop_token_ids=(),
-    )
-    tokens = torch.tensor([generation.tokens for generation in result.generations])
-    triples = torch.tensor(list(itertools.product(range(VOCAB), repeat=3)))
-    prompts = torch.tensor(PROMPT).expand(len(triples), -1)
-    logits = target.model(torch.cat([prompts, triples], 1)).logits[:, len(PROMPT) - 1 : -1]
-    p = target_distribution(logits, params).exp()  # [216, 3, VOCAB]
-    p = p.gather(2, triples[..., None])[..., 0].prod(1).view(VOCAB, VOCAB, VOCAB).double()
-    values = []
-    for pair, expected in ((tokens[:, :2], p.sum(2)), (tokens[:, 1:], p.sum(0))):
-        counts = torch.bincount(pair[:, 0] * VOCAB + pair[:, 1], minlength=VOCAB**2).double()
-        expected = expected.flatten() * DRAWS
-        assert counts[expected == 0].sum() == 0, "a token that the filter excludes was drawn"
-        rare = expected < 5
-        observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-        wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
-        observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-        values.append(stats.chisquare(observed.numpy(), wanted.numpy(), sum_check=False).pvalue)
-    return values
+def chi_square(target, tree, params, **settings):
+    """The p-value of seeded requests against the target's own distribution."""
+    drafter = FixedDrafter() if tree else None
+    return decoded_p_value(target, PROMPT, params, DRAWS, drafter=drafter, tree=tree, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +112,43 @@ TREES = {
     "chain": TreeConfig(builder="chain", budget=2),
     "best_first": TreeConfig(builder="best_first", budget=5),
     "algorithm1": TreeConfig(builder="algorithm1", budget=5),
+    "static": TreeConfig(builder="static", budget=5, rank_rates=(0.5, 0.4)),
 }
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_sampled_tokens_are_distributed_as_the_targets(target, tree):
-    assert min(chi_square(target, TREES[tree], SamplingParams(temperature=1.0))) > 1e-3
+    assert chi_square(target, TREES[tree], SamplingParams(temperature=1.0)) > LOSSLESS
 
 
-def test_sampled_tokens_follow_temperature_top_p_and_top_k(target):
-    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=9)
-    assert min(chi_square(target, TREES["best_first"], params)) > 1e-3
+EVERY_SETTING = SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    top_k=5,
+    min_p=0.05,
+    repetition_penalty=1.6,
+    logit_bias=((1, 1.5), (4, -0.7)),
+    seed=9,
+)
+RULES = [("sample_and_match", "best_first"), ("residual", "static"), ("residual", "chain")]
 
 
-def resample_without_residual(tree, logits, params, positions, keys) -> Acceptance:
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_every_rule_follows_every_setting_at_once(target, rule, tree):
+    assert chi_square(target, TREES[tree], EVERY_SETTING, rule=rule) > LOSSLESS
+
+
+@pytest.mark.parametrize("rule", ["sample_and_match", "residual"])
+def test_a_penalty_that_forgets_the_branch_fails_the_same_test(target, rule, monkeypatch):
+    def forgets(branch, nodes):
+        return branch._seen
+
+    monkeypatch.setattr(jetspec.verify._Branch, "down", forgets)
+    params = SamplingParams(temperature=1.0, repetition_penalty=3.0, logit_bias=((2, 3.0),))
+    assert chi_square(target, TREES["static"], params, rule=rule) < BIASED
+
+
+def resample_without_residual(tree, logits, params, positions, keys, seen) -> Acceptance:
     """Wrong on purpose: a draw that no child carries is thrown away and drawn anew."""
     rows = torch.arange(len(logits))
 
@@ -170,7 +166,7 @@ def resample_without_residual(tree, logits, params, positions, keys) -> Acceptan
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
 def test_a_biased_rule_fails_the_same_chi_square_test(target, tree, monkeypatch):
     monkeypatch.setattr(jetspec.decode, "verify_sampled", resample_without_residual)
-    assert min(chi_square(target, TREES[tree], SamplingParams(temperature=1.0))) < 1e-6
+    assert chi_square(target, TREES[tree], SamplingParams(temperature=1.0)) < BIASED
 
 
 def test_a_childs_acceptance_has_the_targets_probability():

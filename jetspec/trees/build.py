@@ -4,6 +4,7 @@ Budgets count draft nodes; the root is free. Builders see edges only, so slot an
 through the same code.
 """
 
+import functools
 import heapq
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetspec.errors import JetspecError
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
+from jetspec.trees.drawn import Draws, Proposal, draw_order
 from jetspec.trees.prune import prune_tree
 from jetspec.trees.scores import order_edges
 from jetspec.trees.tree import Tree
@@ -31,18 +34,32 @@ class Nodes(NamedTuple):
     sizes: Tensor
 
 
-def build_tree(draft: Draft | Tree, anchors: Tensor, config: TreeConfig) -> Tree:
+def build_tree(
+    draft: Draft | Tree, anchors: Tensor, config: TreeConfig, draws: Draws | None = None
+) -> Tree:
     """The tree of at most `config.budget` draft nodes under each anchor.
 
     Args:
         draft: candidates and edges of B sequences, or a scored tree to be pruned.
         anchors: long [B], the last committed tokens.
         config: builder, budget, depth, width and score.
+        draws: draw each node's children from the draft rather than taking its best, as the
+            residual rule needs; for builders whose shape is fixed (see rules.py).
+
+    Raises:
+        JetspecError: the draft is a tree, and settings ask for what only slots can give.
     """
     if isinstance(draft, Tree):
+        if draws or config.widths:
+            name, value = ("rule", "residual") if draws else ("tree.widths", config.widths)
+            raise JetspecError(name, value, "this head drafts whole trees, not slots; leave it out")
         return prune_tree(draft, config)
-    draft = draft.narrow(config.width, config.depth)
-    nodes = BUILDERS[config.builder](draft, config)
+    draft = draft.narrow(config.width, config.depth, config.widths)
+    if draws is None:
+        nodes, log_q = BUILDERS[config.builder](draft, config), None
+    else:
+        log_q, keys = draw_order(draft, draws)
+        nodes = _fill(SHAPES[config.builder](config, draft.depth, draft.width), keys)
     widest = int(nodes.sizes.max())
     parents, ranks, depths = (field[:, :widest] for field in nodes[:3])
     real = torch.arange(widest, device=anchors.device) < nodes.sizes[:, None]
@@ -54,6 +71,7 @@ def build_tree(draft: Draft | Tree, anchors: Tensor, config: TreeConfig) -> Tree
         depths=depths,
         scores=_cumulative(draft, parents, ranks, depths).masked_fill(~real, -torch.inf),
         sizes=nodes.sizes,
+        proposal=None if log_q is None else Proposal(draft.tokens, log_q, ranks),
     )
 
 
@@ -81,7 +99,7 @@ def algorithm1(draft: Draft, config: TreeConfig) -> Nodes:
     unlikely children take the place of likelier nodes elsewhere, which is what `best_first` mends.
     Equal scores pop in the order they entered.
     """
-    edges = order_edges(draft.edge_scores, config).cpu().numpy()  # [B, D, K, K]
+    edges = order_edges(draft.edge_scores, config, draft.confidence).cpu().numpy()  # [B, D, K, K]
     rows = [_algorithm1_row(edge, config.budget) for edge in edges]
     widest = max(len(row) for row in rows)
     padded = [row + [(-1, 0, 0)] * (widest - len(row)) for row in rows]
@@ -119,7 +137,7 @@ def best_first(draft: Draft, config: TreeConfig) -> Nodes:
     level's best `budget` is outside the best `budget` overall), then one selection over all
     levels. Ties go by (depth, parent, rank), which keeps a parent before an equal child.
     """
-    edges = order_edges(draft.edge_scores, config)
+    edges = order_edges(draft.edge_scores, config, draft.confidence)
     batch, depth, width = draft.tokens.shape
     device = draft.tokens.device
     score = torch.zeros(batch, 1, device=device)
@@ -148,6 +166,62 @@ def best_first(draft: Draft, config: TreeConfig) -> Nodes:
         torch.cat([root, ranks.gather(1, kept)], 1),
         torch.cat([root, depths.gather(1, kept)], 1),
         exists.sum(1) + 1,
+    )
+
+
+def static(draft: Draft, config: TreeConfig) -> Nodes:
+    """One shape for every sequence and round: known ahead, whatever the draft turns out to be.
+
+    It is the best that `config.rank_rates` can tell: the node of child ranks r1, r2, ... is taken
+    to be accepted with the product of their rates. Children are a node's best, in order.
+    """
+    return _fill(static_shape(config, draft.depth, draft.width), draft.edge_scores)
+
+
+@functools.lru_cache(maxsize=64)
+def static_shape(config: TreeConfig, depth: int, width: int) -> Nodes:
+    """The shape of `static` trees, a batch of one; `ranks` number a node's children."""
+    rates = torch.tensor(config.rank_rates[:width]).log()
+    slots = torch.zeros(1, depth, len(rates), dtype=torch.long)
+    shape = TreeConfig(budget=config.budget)
+    return best_first(Draft.from_slot_scores(slots, rates.expand(1, depth, -1)), shape)
+
+
+def chain_shape(config: TreeConfig, depth: int, width: int) -> Nodes:
+    """A path, in the form of `static_shape`."""
+    order = torch.arange(min(depth, config.budget) + 1)[None]
+    return Nodes(order - 1, torch.zeros_like(order), order, torch.tensor([order.shape[1]]))
+
+
+def _fill(shape: Nodes, keys: Tensor) -> Nodes:
+    """Choose the candidates of a fixed shape: a node's children in descending order of their keys.
+
+    Args:
+        shape: a batch of one; `ranks` number a node's children.
+        keys: [B, D, K, K], of child j under parent i; a child at -inf does not exist, and neither
+            does what hangs below it.
+    """
+    batch, device = keys.shape[0], keys.device
+    parents, numbers, depths = (field[0].to(device) for field in shape[:3])  # [M]
+    sorted_keys, order = keys.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.zeros(batch, len(parents), dtype=torch.long, device=device)
+    exists = torch.ones_like(ranks, dtype=torch.bool)
+    for slot in range(int(shape.depths.max())):
+        here = (depths == slot + 1).nonzero()[:, 0]  # [m]
+        above, number = parents[here], numbers[here]
+        row = (slice(None), slot)
+        index = (torch.arange(batch, device=device)[:, None], ranks[:, above], number)
+        ranks[:, here] = order[row][index]
+        exists[:, here] = exists[:, above] & (sorted_keys[row][index] > -torch.inf)
+    kept = (~exists).long().argsort(dim=1, stable=True)  # missing nodes go behind the real ones
+    new_index = kept.argsort(dim=1)
+    parents = parents.expand(batch, -1).gather(1, kept)
+    parents = new_index.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, -1)
+    return Nodes(
+        parents,
+        ranks.gather(1, kept),
+        depths.expand(batch, -1).gather(1, kept),
+        exists.sum(1),
     )
 
 
@@ -191,4 +265,10 @@ BUILDERS: dict[str, Callable[[Draft, TreeConfig], Nodes]] = {
     "chain": chain,
     "algorithm1": algorithm1,
     "best_first": best_first,
+    "static": static,
+}
+# Shapes that no score decides: what they hold may be drawn.
+SHAPES: dict[str, Callable[[TreeConfig, int, int], Nodes]] = {
+    "chain": chain_shape,
+    "static": static_shape,
 }

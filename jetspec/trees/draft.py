@@ -1,5 +1,6 @@
 """What a drafter hands to a tree builder: each slot's candidates and the edges between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,13 @@ class Draft:
         tokens: long [B, D, K], the candidates of each slot, best first.
         edge_scores: float [B, D, K, K], log q(child j at slot d | parent i at slot d - 1). At slot
             0 the parent is the anchor: row 0 is used. -inf marks a candidate that does not exist.
+        confidence: float [B, D, K], the drafter's own calibrated estimate that slot d is accepted
+            once parent i at slot d - 1 was (DSpark, arXiv 2607.05147); None where it makes none.
     """
 
     tokens: Tensor
     edge_scores: Tensor
+    confidence: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, depth, width = self.tokens.shape
@@ -57,7 +61,19 @@ class Draft:
         width = tokens.shape[-1]
         return cls(tokens, log_q[:, :, None, :].expand(-1, -1, width, -1))
 
-    def narrow(self, width: int, depth: int | None) -> "Draft":
-        """The first `depth` slots (None: all) with their `width` best candidates."""
+    def narrow(self, width: int, depth: int | None, widths: Sequence[int] = ()) -> "Draft":
+        """The first `depth` slots (None: all) with their `width` best candidates.
+
+        Args:
+            widths: at slot d only the first `widths[d]` candidates exist, where it has an entry.
+        """
         tokens = self.tokens[:, :depth, :width]
-        return Draft(tokens, self.edge_scores[:, :depth, :width, :width])
+        edges = self.edge_scores[:, :depth, :width, :width]
+        if widths:
+            depth, width = tokens.shape[1:]
+            wanted = [*widths[:depth], *[width] * (depth - len(widths))]
+            caps = torch.tensor(wanted, device=tokens.device)[:, None, None]
+            ranks = torch.arange(width, device=tokens.device)
+            edges = edges.masked_fill(ranks >= caps, -torch.inf)
+        confidence = self.confidence
+        return Draft(tokens, edges, None if confidence is None else confidence[:, :depth, :width])

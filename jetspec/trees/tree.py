@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetspec.trees.drawn import Proposal
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -17,6 +19,8 @@ class Tree:
         scores: float [B, N + 1]; cumulative log q of the path to the node (0 at the root, -inf at
             padding), whatever score ordered the builder.
         sizes: long [B]; nodes including the root. Rows beyond are padding.
+        proposal: what the nodes were drawn from; None where they are the draft's best. Siblings
+            were drawn in the order of their numbers.
     """
 
     tokens: Tensor
@@ -24,6 +28,7 @@ class Tree:
     depths: Tensor
     scores: Tensor
     sizes: Tensor
+    proposal: Proposal | None = None
 
     @classmethod
     def root_only(cls, anchors: Tensor) -> "Tree":

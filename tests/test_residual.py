@@ -1,0 +1,232 @@
+"""Drawn candidates and the residual rule, one round at a time and without a model."""
+
+import pytest
+import torch
+
+from jetspec.errors import JetspecError
+from jetspec.rules import resolve_rule
+from jetspec.sampling import SamplingParams, request_keys, sample, uniform_noise
+from jetspec.trees.build import build_tree
+from jetspec.trees.config import TreeConfig
+from jetspec.trees.draft import Draft
+from jetspec.trees.drawn import Draws
+from jetspec.verify import verify_residual, walk
+from tests.chi_square import BIASED, LOSSLESS, p_value
+
+VOCAB, ROUNDS = 6, 12_000
+# After token t the target writes by row t; the draft is wrong in every way it can be: it lacks
+# token 5, adores token 0 and has no idea of token 3.
+TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 1.3
+DRAFT_LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0, 1.5], [0.0, 1.0, 2.0, 0.3, -1.0]])
+ANCHOR = 2
+SHAPES = {
+    "one": TreeConfig(builder="chain", budget=1),
+    "chain": TreeConfig(builder="chain", budget=2),
+    "siblings": TreeConfig(builder="static", budget=3, depth=1, rank_rates=(0.3, 0.3, 0.3)),
+    "all": TreeConfig(builder="static", budget=30, rank_rates=(0.2,) * 5),
+    "tree": TreeConfig(builder="static", budget=7, rank_rates=(0.5, 0.3, 0.1)),
+}
+
+
+def the_draft(rounds, *, path):
+    """Two slots over tokens 0 to 4; with `path` the second slot's rows differ by parent."""
+    logits = DRAFT_LOGITS[:, None].expand(-1, 5, -1).clone()
+    if path:
+        logits[1] += torch.randn(5, 5, generator=torch.Generator().manual_seed(2))
+    tokens = torch.arange(5).expand(rounds, 2, -1)
+    return Draft(tokens, logits.log_softmax(-1).expand(rounds, -1, -1, -1))
+
+
+def one_round(shape, params, *, rule=verify_residual, path=True, rounds=ROUNDS, first=0):
+    """(tree, acceptance) of `rounds` requests that all stand at the same anchor."""
+    keys, anchors = request_keys(range(first, first + rounds)), torch.full((rounds,), ANCHOR)
+    draws = Draws(params.temperature, params.seed, keys, torch.full((rounds,), 10))
+    tree = build_tree(the_draft(rounds, path=path), anchors, SHAPES[shape], draws)
+    return tree, rule(tree, TARGET[tree.tokens], params, 10 + tree.depths, keys)
+
+
+def committed(tree, acceptance):
+    """long [B, 2], the first two tokens that a round commits; -1 where it commits one."""
+    tokens = torch.full((len(tree.tokens), 4), -1)
+    path = acceptance.path[:, 1:]
+    tokens[:, : path.shape[1]] = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    tokens.scatter_(1, acceptance.lengths[:, None] - 1, acceptance.bonus[:, None])
+    return tokens[:, :2]
+
+
+def round_p_value(shape, params, **settings):
+    """Smallest p-value of token 1, and of token 2 given token 1, against the target."""
+    p = (TARGET / params.temperature).softmax(-1).double()
+    tokens = committed(*one_round(shape, params, **settings))
+    values = [p_value(torch.bincount(tokens[:, 0], minlength=VOCAB), p[ANCHOR] * len(tokens))]
+    for token in range(VOCAB):
+        after = tokens[(tokens[:, 0] == token) & (tokens[:, 1] >= 0), 1]
+        values.append(p_value(torch.bincount(after, minlength=VOCAB), p[token] * len(after)))
+    return min(values)
+
+
+@pytest.mark.parametrize("path", [False, True], ids=["slot", "path"])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_round_commits_what_the_target_would_have_written(shape, temperature, path):
+    assert round_p_value(shape, SamplingParams(temperature, seed=3), path=path) > LOSSLESS / 10
+
+
+def faulty(fault):
+    """The residual rule with one mistake in it."""
+
+    def rule(tree, logits, params, positions, keys):
+        rows = torch.arange(len(logits))
+
+        def draw(nodes):
+            p = (logits[rows, nodes] / params.temperature).softmax(-1).double()
+            q = tree.proposal.distribution(nodes, tree.depths[rows, nodes], VOCAB)
+            is_child = tree.parents == nodes[:, None]
+            token = torch.full_like(nodes, -1)
+            chance = uniform_noise(5, keys, positions[rows, nodes], VOCAB)
+            for trial in range(int(is_child.sum(1).max())):
+                here = is_child & (is_child.cumsum(1) == trial + 1)
+                child, untried = here.long().argmax(1), here.any(1) & (token < 0)
+                x = tree.tokens[rows, child]
+                taken = untried & (chance[:, trial] * q[rows, x] < p[rows, x])
+                token = torch.where(taken, x, token)
+                failed = (untried & ~taken)[:, None]
+                if fault != "p stays":
+                    p = torch.where(failed, (p - q).clamp(min=0), p)
+                    p = p / p.sum(-1, keepdim=True)
+                if fault != "q stays":
+                    q = torch.where(failed, q.scatter(1, x[:, None], 0), q)
+                if fault not in ("q stays", "q is not brought to mass one"):
+                    q = q / q.sum(-1, keepdim=True).clamp(min=1e-9)
+            bonus = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(0))[:, 0]
+            return torch.where(token < 0, bonus, token)
+
+        return walk(tree, draw)
+
+    return rule
+
+
+def test_the_rule_with_no_fault_in_it_passes():
+    params = SamplingParams(temperature=1.0)
+    assert round_p_value("siblings", params, rule=faulty("none")) > LOSSLESS
+
+
+@pytest.mark.parametrize("fault", ["p stays", "q stays", "q is not brought to mass one"])
+def test_a_faulty_residual_fails_the_same_test(fault):
+    params = SamplingParams(temperature=1.0)
+    assert round_p_value("siblings", params, rule=faulty(fault)) < BIASED
+
+
+def test_candidates_that_are_ranked_instead_of_drawn_fail_the_same_test(monkeypatch):
+    def ranked(draft, draws):
+        log_q = draft.edge_scores.double()
+        return log_q, log_q
+
+    monkeypatch.setattr("jetspec.trees.build.draw_order", ranked)
+    assert round_p_value("siblings", SamplingParams(temperature=1.0)) < BIASED
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_drawn_tree_is_a_tree_of_the_shape_asked_for(shape):
+    tree, _ = one_round(shape, SamplingParams(temperature=1.0), rounds=20)
+    tree.validate()
+    sizes = {"one": 2, "chain": 3, "siblings": 4, "all": 31, "tree": 8}
+    assert tree.sizes.tolist() == [sizes[shape]] * 20
+
+
+def test_siblings_are_drawn_from_q_without_replacement():
+    tree, _ = one_round("siblings", SamplingParams(temperature=1.0), path=False)
+    q = DRAFT_LOGITS[0].softmax(-1).double()
+    first, second, third = tree.tokens[:, 1:].unbind(1)
+    assert not ((first == second) | (first == third) | (second == third)).any()
+    assert p_value(torch.bincount(first, minlength=5), q * ROUNDS) > LOSSLESS
+    pairs = q[:, None] * q / (1 - q[:, None])
+    pairs.fill_diagonal_(0)
+    counts = torch.bincount(first * 5 + second, minlength=25)
+    assert p_value(counts, pairs.flatten() * ROUNDS) > LOSSLESS
+
+
+def test_a_single_candidate_is_accepted_as_often_as_p_and_q_overlap():
+    for temperature in (0.7, 1.0):
+        tree, acceptance = one_round("one", SamplingParams(temperature, seed=8))
+        p = (TARGET[ANCHOR] / temperature).softmax(-1)
+        q = torch.cat([(DRAFT_LOGITS[0] / temperature).softmax(-1), torch.zeros(1)])
+        rate = (acceptance.lengths == 2).double().mean().item()
+        assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.015)
+        assert torch.all(tree.tokens[:, 1] < 5)
+
+
+def test_more_siblings_are_accepted_more_often():
+    params = SamplingParams(temperature=1.0)
+    rates = [
+        (one_round(shape, params)[1].lengths > 1).double().mean() for shape in ("one", "siblings")
+    ]
+    assert rates[1] > rates[0] + 0.1
+
+
+def test_a_draft_that_is_the_target_is_always_accepted():
+    rounds, keys = 500, request_keys(range(500))
+    log_p = TARGET.log_softmax(-1)
+    edges = torch.stack([log_p[ANCHOR].expand(VOCAB, -1), log_p])
+    draft = Draft(torch.arange(VOCAB).expand(rounds, 2, -1), edges.expand(rounds, -1, -1, -1))
+    draws = Draws(1.0, 0, keys, torch.zeros_like(keys))
+    tree = build_tree(draft, torch.full((rounds,), ANCHOR), SHAPES["chain"], draws)
+    acceptance = verify_residual(
+        tree, TARGET[tree.tokens], SamplingParams(temperature=1.0), tree.depths, keys
+    )
+    assert torch.all(acceptance.lengths == 3)
+
+
+def test_what_a_round_commits_depends_on_its_key_and_not_on_its_company():
+    params = SamplingParams(temperature=1.0, seed=4)
+    together = committed(*one_round("tree", params, rounds=40))
+    alone = torch.cat([committed(*one_round("tree", params, rounds=1, first=i)) for i in range(40)])
+    assert torch.equal(together, alone)
+    reseeded = committed(*one_round("tree", SamplingParams(1.0, seed=5), rounds=40))
+    assert not torch.equal(together, reseeded)
+
+
+def test_without_a_candidate_the_bonus_is_plain_samplings():
+    rounds, keys = 50, request_keys(range(50))
+    draft = the_draft(rounds, path=False)
+    nothing = Draft(draft.tokens, torch.full_like(draft.edge_scores, -torch.inf))
+    params, anchors = SamplingParams(temperature=1.0), torch.full((rounds,), ANCHOR)
+    places = torch.full_like(keys, 10)
+    tree = build_tree(nothing, anchors, SHAPES["tree"], Draws(1.0, 0, keys, places))
+    assert tree.sizes.tolist() == [1] * rounds
+    acceptance = verify_residual(tree, TARGET[tree.tokens], params, 10 + tree.depths, keys)
+    plain = sample(TARGET[anchors], params, keys, places + 1)
+    assert torch.equal(acceptance.bonus, plain) and torch.all(acceptance.lengths == 1)
+
+
+def test_what_the_filters_exclude_is_never_committed():
+    params = SamplingParams(temperature=1.0, top_k=2, seed=6)
+    tokens = committed(*one_round("tree", params))
+    allowed = TARGET[ANCHOR].topk(2).indices
+    assert torch.isin(tokens[:, 0], allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "builder", "expected"),
+    [
+        (None, 0.0, "best_first", "greedy"),
+        (None, 0.7, "best_first", "sample_and_match"),
+        ("greedy", 0.0, "static", "greedy"),
+        ("residual", 0.7, "chain", "residual"),
+        ("residual", 0.7, "static", "residual"),
+        ("greedy", 0.7, "chain", "needs temperature 0"),
+        ("sample_and_match", 0.0, "chain", "temperature above 0"),
+        ("residual", 0.0, "chain", "temperature above 0"),
+        ("residual", 0.7, "best_first", "choose chain or static"),
+        ("residual", 0.7, "algorithm1", "choose chain or static"),
+    ],
+)
+def test_a_rule_fits_its_temperature_and_its_builder_or_says_why_not(
+    rule, temperature, builder, expected
+):
+    if " " not in expected:
+        assert resolve_rule(rule, temperature, builder) == expected
+        return
+    with pytest.raises(JetspecError, match=expected) as caught:
+        resolve_rule(rule, temperature, builder)
+    assert caught.value.field == "rule" and "\n" not in str(caught.value)
