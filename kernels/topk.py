@@ -61,7 +61,8 @@ def _chunk_max(
 @triton.jit
 def _chunk_best(
     logits_ptr, best_ptr, keys_ptr, vocab, stride, chunks,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     chunk = tl.program_id(0)
@@ -73,17 +74,15 @@ def _chunk_best(
     # A chunk with `WIDTH` better chunks before it holds none of the row's best.
     if place < WIDTH:
         _, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
-        out = keys_ptr + (row * WIDTH + place) * WIDTH
-        for rank in tl.range(0, WIDTH):
-            best = tl.max(keys, 0)
-            tl.store(out + rank, best)
-            keys = tl.where(keys == best, _NONE, keys)
+        out = keys_ptr + (row * WIDTH + place) * KEPT
+        tl.store(out + tl.arange(0, KEPT), tl.topk(keys, KEPT))
 
 
 @triton.jit
 def _merge_best(
     keys_ptr, best_ptr, sum_ptr, values_ptr, tokens_ptr, lse_ptr, chunks,
-    WIDTH: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0)
@@ -96,33 +95,35 @@ def _merge_best(
     top, token = unpack(best)
     base = tl.where(top == float("-inf"), 0.0, top)
     tl.store(lse_ptr + row, top + tl.log(tl.sum(sums * tl.exp(tops - base), 0)))
-    tl.store(values_ptr + row * WIDTH, top)
-    tl.store(tokens_ptr + row * WIDTH, token)
-    if WIDTH > 1:
+    if WIDTH == 1:
+        tl.store(values_ptr + row, top)
+        tl.store(tokens_ptr + row, token)
+    else:
         at = tl.arange(0, KEYS)
-        held = tl.minimum(chunks, WIDTH) * WIDTH
-        keys = tl.load(keys_ptr + row * WIDTH * WIDTH + at, mask=at < held, other=_NONE)
-        for rank in tl.range(1, WIDTH):
-            keys = tl.where(keys == best, _NONE, keys)
-            best = tl.max(keys, 0)
-            value, token = unpack(best)
-            tl.store(values_ptr + row * WIDTH + rank, value)
-            tl.store(tokens_ptr + row * WIDTH + rank, token)
+        held = tl.minimum(chunks, WIDTH) * KEPT
+        keys = tl.load(keys_ptr + row * WIDTH * KEPT + at, mask=at < held, other=_NONE)
+        value, token = unpack(tl.topk(keys, KEPT))
+        rank = tl.arange(0, KEPT)
+        tl.store(values_ptr + row * WIDTH + rank, value, mask=rank < WIDTH)
+        tl.store(tokens_ptr + row * WIDTH + rank, token.to(tl.int64), mask=rank < WIDTH)
 
 
-def topk_logsumexp(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def topk_logsumexp(logits: Tensor, width: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` best logits of each row, best first, their ids, and the row's log-sum-exp.
 
     Args:
         logits: [R, V], any float type, unit stride along V; width <= V.
+        chunk: vocabulary entries a program reduces, a power of two; a smaller vocabulary takes a
+            smaller one.
 
     Returns:
         values fp32 [R, width], tokens int64 [R, width], lse fp32 [R].
     """
     rows, vocab = logits.shape
-    if not 1 <= width <= min(vocab, CHUNK) or logits.stride(1) != 1:
+    if not 1 <= width <= min(vocab, chunk) or logits.stride(1) != 1:
         raise ValueError(f"width {width} of a vocabulary of {vocab}: not supported")
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunk = min(chunk, triton.next_power_of_2(vocab))
+    chunks = triton.cdiv(vocab, chunk)
     device = logits.device
     best = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     total = torch.empty(rows, chunks, dtype=torch.float32, device=device)
@@ -130,20 +131,21 @@ def topk_logsumexp(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
     _chunk_max[(chunks, rows)](
-        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=4,
+        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=chunk, num_warps=4,
         **dependent(),
     )  # fmt: skip
     keys = best
-    padded = triton.next_power_of_2(chunks)
+    padded, kept = triton.next_power_of_2(chunks), triton.next_power_of_2(width)
     if width > 1:
-        keys = torch.empty(rows, width, width, dtype=torch.int64, device=device)
+        keys = torch.empty(rows, width, kept, dtype=torch.int64, device=device)
         _chunk_best[(chunks, rows)](
             logits, best, keys, vocab, logits.stride(0), chunks,
-            WIDTH=width, CHUNK=CHUNK, CHUNKS=padded, num_warps=4, **dependent(),
+            WIDTH=width, KEPT=kept, CHUNK=chunk, CHUNKS=padded, num_warps=4, **dependent(),
         )  # fmt: skip
     _merge_best[(rows,)](
         keys, best, total, values, tokens, lse, chunks,
-        WIDTH=width, KEYS=triton.next_power_of_2(width * width), CHUNKS=padded, num_warps=4,
+        WIDTH=width, KEPT=kept, KEYS=triton.next_power_of_2(width * kept), CHUNKS=padded,
+        num_warps=4,
         **dependent(),
     )  # fmt: skip
     return values, tokens, lse

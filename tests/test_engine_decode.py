@@ -66,6 +66,18 @@ def test_drafted_decoding_equals_the_reference_round_by_round(tree, mask, rank) 
     assert [g.rounds for g in ours] == [g.rounds for g in theirs]
 
 
+def test_rounds_under_way_and_budgets_of_requests_change_no_token() -> None:
+    """More prompts than slots, rounds enqueued unseen, and pages for one sequence at a time."""
+    model = target("llama")
+    head = tiny_head(model, block_size=4)
+    engine = engine_for(model, head, CHAIN, ahead=1, pages=2)
+    ours = engine.decode(PROMPTS[:2], max_new_tokens=2, budgets=[3, 1]).generations
+    theirs = reference(model, None, CHAIN, 2)[:2]
+    assert [g.tokens for g in ours] == [g.tokens for g in theirs]
+    assert max(ours[1].accepted) <= 1
+    assert engine.cache.free_pages == engine.cache.pages
+
+
 def test_sampling_draws_the_references_tokens() -> None:
     model = target("llama")
     sampling = SamplingParams(temperature=1.0, seed=3)

@@ -295,3 +295,16 @@ def test_multi_turn_on_a_real_model_feeds_back_its_own_answers() -> None:
         batch_size=1,
     )
     assert result.input_ids[second:] == continued.tokens
+
+
+def test_the_engine_backend_without_a_gpu_gives_the_same_greedy_answers() -> None:
+    from jetspec.generation.engine_backend import EngineBackend
+
+    target = tiny_target()
+    config = RegenerationConfig(backend="engine", batch_size=2, max_new_tokens=8)
+    backend, theirs = EngineBackend(config, target), TransformersBackend(config, target)
+    written: list[int] = []
+    backend.on_tokens = written.append
+    requests = [request(f"what is {word}", id=word) for word in ("red", "blue", "green")]
+    assert backend.generate(requests) == theirs.generate(requests)
+    assert backend.semantics == "engine-float32" and sum(written) > 8

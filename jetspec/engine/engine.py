@@ -1,18 +1,21 @@
 """The engine's front: the interface of `jetspec.decode.decode`, on paged caches and CUDA graphs.
 
-Slots are filled as sequences finish. The host reads one small tensor a round: the committed tokens.
+Slots are filled as sequences finish. The host reads one small tensor a round, the committed
+tokens, and on a GPU it does so while the next round runs: a round needs nothing from the host.
+A stop found that way costs one discarded round of its slot.
 """
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from jetspec.decode import PHASES, DecodeResult, Sequel, decode
 from jetspec.drafters import HeadDrafter
-from jetspec.engine.layers import Rows
+from jetspec.engine.layers import Products, Rows
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.engine.round import Round, State, draft_depth
@@ -21,13 +24,42 @@ from jetspec.heads.parallel import ParallelHead
 from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
+from kernels.place import place_rows
 
 PAGE_SIZE = 64
-PREFILL_CHUNK = 512
-
+PREFILL_CHUNK = 512  # prompt tokens of one sequence in one pass
+PREFILL_ROWS = 8192  # rows of one pass, padding included
 
 _CHAIN = TreeConfig(builder="chain")
 _GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A round that was enqueued: who took part, and where its result arrives."""
+
+    running: dict[int, Sequel]
+    out: Tensor
+    done: torch.cuda.Event | None
+
+
+@dataclass
+class Job:
+    """One call of `Engine.decode`."""
+
+    sequels: list[Sequel]
+    keys: Tensor
+    limits: list[int]
+    stops: frozenset[int]
+    new_tokens: int
+    on_tokens: Callable[[int], None]
+    waiting: deque[int] = field(default_factory=deque)
+    running: dict[int, Sequel] = field(default_factory=dict)
+
+    def extend(self, sequel: Sequel, tokens: list[int]) -> int:
+        kept = sequel.extend(tokens, self.stops, self.new_tokens)
+        self.on_tokens(kept)
+        return kept
 
 
 class Engine:
@@ -36,20 +68,27 @@ class Engine:
     On a machine without a GPU the same calls run the reference loop.
 
     Args:
-        target, head: None decodes plainly.
+        target, head: None decodes plainly. Both share their weights with the engine.
         tree: shape of the draft; None is a chain.
-        max_rows: longest sequence, prompt and answer and the nodes of a round.
+        max_rows: longest sequence: prompt, answer and the nodes of the rounds under way.
+        pages: pages of keys and values; None is enough for every slot at its longest.
         exact: bitwise mode: a row's bits do not depend on what shares its pass.
+        products: which matrix products run; None follows `exact`.
         graphs: capture the round as a CUDA graph; None does so on a GPU.
+        ahead: rounds enqueued before the oldest is read; None is 1 on a GPU.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
+        forced: commit path lengths that `state.forced` holds (for timing with random weights).
+
+    Raises:
+        JetspecError: a target, head or tree that the engine does not run.
     """
 
     def __init__(
         self, target: Target, head: ParallelHead | None = None, *,
         tree: TreeConfig = _CHAIN, slots: int = 16, max_rows: int = 4096,
-        sampling: SamplingParams = _GREEDY, exact: bool = False,
-        graphs: bool | None = None, kernels: bool | None = None, page_size: int = PAGE_SIZE,
-        forced: bool = False,
+        pages: int | None = None, sampling: SamplingParams = _GREEDY, exact: bool = False,
+        products: Products | None = None, graphs: bool | None = None, ahead: int | None = None,
+        kernels: bool | None = None, page_size: int = PAGE_SIZE, forced: bool = False,
     ) -> None:  # fmt: skip
         on_gpu = target.device.type == "cuda"
         self.target, self.head, self.tree, self.sampling = target, head, tree, sampling
@@ -57,19 +96,32 @@ class Engine:
         self.slots = slots
         if not self.kernels:
             return
-        if tree.builder == "algorithm1":
-            raise JetspecError("tree.builder", "algorithm1", "the engine builds chain, best_first")
-        self.model = EngineModel(target, max_rows=max_rows, exact=exact)
-        engine_head = EngineHead(head, max_rows=max_rows, exact=exact) if head else None
-        self.cache: PagedCache = self.model.new_cache(slots, max_rows, page_size)
-        depth = draft_depth(engine_head, tree)
-        self.state = State.idle(slots, depth, target.device, forced)
+        if tree.builder not in ("chain", "best_first"):
+            raise JetspecError("tree.builder", tree.builder, "the engine builds chain, best_first")
+        if tree.score != "cumulative" or tree.widths:
+            name = "widths" if tree.widths else "score"
+            raise JetspecError(
+                f"tree.{name}", getattr(tree, name), "the engine orders by log-probability alone"
+            )
+        if sampling.edits_logits:
+            raise JetspecError(
+                "sampling", "logit_bias, repetition_penalty", "the reference loop alone has them"
+            )
+        products = products or Products(exact=exact)
+        self.model = EngineModel(target, max_rows=max_rows, products=products)
+        engine_head = EngineHead(head, max_rows=max_rows, products=products) if head else None
+        self.cache: PagedCache = self.model.new_cache(slots, max_rows, page_size, pages)
+        self.state = State.idle(slots, draft_depth(engine_head, tree), target.device, forced)
         self.round = Round(
             self.model, engine_head, tree, sampling, self.cache, self.state, max_rows
         )
-        self.rows_left = max_rows - self.round.nodes
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._graphs = on_gpu if graphs is None else graphs
+        self._ahead = int(on_gpu) if ahead is None else ahead
+        # Rows that rounds under way may fill beyond what the host knows of.
+        self._margin = self.round.nodes + self._ahead * (self.round.depth + 1)
+        self.rows_left = max_rows - self._margin
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._arrivals = [self._arrival() for _ in range(self._ahead + 1)]
 
     def decode(
         self,
@@ -78,76 +130,49 @@ class Engine:
         max_new_tokens: int,
         stop_token_ids: Collection[int] | None = None,
         request_ids: Sequence[int | str] | None = None,
+        budgets: Sequence[int] | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None,
     ) -> DecodeResult:
         """As `jetspec.decode.decode`; prompts wait for a slot and for pages.
 
-        Raises:
-            JetspecError: an empty prompt, or one that cannot fit `max_rows`.
-        """
-        if not self.kernels:
-            drafter = None
-            if self.head is not None:
-                drafter = HeadDrafter(
-                    self.head, self.target, width=self.tree.width, depth=self.tree.depth
-                )
-            return decode(
-                self.target, prompts, drafter=drafter, tree=self.tree, sampling=self.sampling,
-                max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
-                request_ids=request_ids,
-            )  # fmt: skip
-        stops = frozenset(self.target.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise JetspecError(f"prompts[{index}]", "empty", "give at least one token")
-            if len(prompt) + max_new_tokens > self.rows_left:
-                raise JetspecError(
-                    f"prompts[{index}]", f"{len(prompt)} + {max_new_tokens} tokens",
-                    f"the engine holds {self.rows_left} a sequence; raise max_rows",
-                )  # fmt: skip
-        keys = request_keys(
-            range(len(prompts)) if request_ids is None else request_ids, self.target.device
-        )
-        sequels = [Sequel(list(prompt)) for prompt in prompts]
-        waiting = deque(range(len(prompts)))
-        running: dict[int, Sequel] = {}
-        seconds = dict.fromkeys(PHASES, 0.0)
-        while waiting or running:
-            started = time.perf_counter()
-            for slot in range(self.slots):
-                if not waiting:
-                    break
-                if slot in running:
-                    continue
-                sequel = sequels[waiting[0]]
-                if running and not self.cache.fits(len(sequel.history) + self.round.nodes):
-                    break
-                self._admit(slot, sequel, keys[waiting.popleft()])
-                sequel.extend([int(self.state.anchors[slot])], stops, max_new_tokens)
-                running[slot] = sequel
-                if sequel.generation.finish:
-                    self._release(slot, running)
-            seconds["prefill"] += time.perf_counter() - started
-            if not running:
-                continue
-            started = time.perf_counter()
-            self._step(running, stops, max_new_tokens)
-            seconds["verify"] += time.perf_counter() - started
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        return DecodeResult([s.generation for s in sequels], seconds, peak)
+        Args:
+            budgets: draft nodes of each prompt's rounds, where fewer than the tree's (depth, of a
+                chain). They change the cost of a round and never the tokens.
+            on_tokens: called with the number of tokens written since the last call.
 
-    def _step(self, running: dict[int, Sequel], stops: frozenset[int], limit: int) -> None:
-        """One round, and what it committed."""
-        for slot, sequel in running.items():
-            self.cache.resize(slot, len(sequel.history) - 1 + self.round.nodes)
-        self.cache.upload()
-        self.launch()
-        tokens, lengths = self.state.tokens.tolist(), self.state.lengths.tolist()
-        for slot, sequel in list(running.items()):
-            kept = sequel.extend(tokens[slot][: lengths[slot]], stops, limit)
-            sequel.generation.rounds.append(kept)
-            sequel.generation.accepted.append(lengths[slot] - 1)
-            if sequel.generation.finish:
-                self._release(slot, running)
+        Raises:
+            JetspecError: an empty prompt, or one that cannot fit `max_rows` or the pages.
+        """
+        ids = list(range(len(prompts)) if request_ids is None else request_ids)
+        if not self.kernels:
+            return self._reference(prompts, ids, max_new_tokens, stop_token_ids, on_tokens)
+        self._check(prompts, max_new_tokens)
+        most = max(self.round.nodes - 1, 1)
+        job = Job(
+            sequels=[Sequel(list(prompt)) for prompt in prompts],
+            keys=request_keys(ids, self.target.device),
+            limits=[max(1, min(most, limit)) for limit in budgets or [most] * len(prompts)],
+            stops=frozenset(
+                self.target.eos_token_ids if stop_token_ids is None else stop_token_ids
+            ),
+            new_tokens=max_new_tokens,
+            on_tokens=on_tokens,
+            waiting=deque(range(len(prompts))),
+        )
+        seconds = dict.fromkeys(PHASES, 0.0)
+        flights: deque[Flight] = deque()
+        while job.waiting or job.running:
+            started = time.perf_counter()
+            self._admit_waiting(job)
+            admitted = time.perf_counter()
+            seconds["prefill"] += admitted - started
+            if job.running:
+                flights.append(self._fly(job))
+                if len(flights) > self._ahead:
+                    self._land(flights.popleft(), job)
+            seconds["verify"] += time.perf_counter() - admitted
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return DecodeResult([s.generation for s in job.sequels], seconds, peak)
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -156,52 +181,170 @@ class Engine:
             self.round.run()
             return
         if self._graph is None:
-            state = vars(self.state)
-            held = {name: value.clone() for name, value in state.items() if value is not None}
-            self.round.run()  # compiles; its effects are undone below
-            self._restore(held)
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.round.run()
-            self._restore(held)
+            self.capture()
+        assert self._graph is not None
         self._graph.replay()
 
-    def _restore(self, held: dict[str, Tensor]) -> None:
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Compile and capture the round; no sequence notices."""
+        state = vars(self.state)
+        held = {name: value.clone() for name, value in state.items() if value is not None}
+        self.round.run()  # compiles; it writes behind the prefixes only, and the state is restored
         for name, value in held.items():
             getattr(self.state, name).copy_(value)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.round.run()
+
+    def _fly(self, job: Job) -> Flight:
+        """Enqueue a round and the copy of its result."""
+        for slot, sequel in job.running.items():
+            self.cache.resize(slot, len(sequel.history) - 1 + self._margin)
+        self.cache.upload()
+        self.launch()
+        out, done = self._arrivals.pop(0)
+        self._arrivals.append((out, done))
+        out.copy_(self.state.out, non_blocking=True)
+        if done is not None:
+            done.record()
+        return Flight(dict(job.running), out, done)
+
+    def _land(self, flight: Flight, job: Job) -> None:
+        """Take over what a round committed."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        rows = flight.out.tolist()
+        for slot, sequel in flight.running.items():
+            generation = sequel.generation
+            if generation.finish:
+                continue  # it had finished when this round was enqueued unseen
+            length, tokens = rows[slot][0], rows[slot][1:]
+            generation.rounds.append(job.extend(sequel, tokens[:length]))
+            generation.accepted.append(length - 1)
+            if generation.finish:
+                self._release(slot, job)
+
+    def _arrival(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Where a round's result arrives on the host, and what tells that it has."""
+        out = torch.empty_like(self.state.out, device="cpu")
+        if not self.state.out.is_cuda:
+            return out, None
+        return out.pin_memory(), torch.cuda.Event()
+
+    def _admit_waiting(self, job: Job) -> None:
+        """Fill free slots; prompts that fit one pass are read together."""
+        free = [slot for slot in range(self.slots) if slot not in job.running]
+        while free and job.waiting:
+            group: dict[int, int] = {}  # slot -> prompt
+            longest = 0
+            while free and job.waiting:
+                length = len(job.sequels[job.waiting[0]].history)
+                longest = max(longest, length)
+                padded = (len(group) + 1) * min(longest, PREFILL_CHUNK)
+                rows = length + job.new_tokens + self._margin
+                if (group and padded > PREFILL_ROWS) or not self.cache.fits(rows):
+                    break
+                slot = free.pop(0)
+                group[slot] = job.waiting.popleft()
+                self.cache.reserve(slot, rows)
+            if not group:
+                return
+            self._admit(group, job)
+            free = [slot for slot in range(self.slots) if slot not in job.running]
 
     @torch.no_grad()
-    def _admit(self, slot: int, sequel: Sequel, key: Tensor) -> None:
-        """Read a prompt in chunks into a slot, and sample its first anchor."""
-        prompt, device = sequel.history, self.target.device
-        self.cache.resize(slot, len(prompt) + self.round.nodes)
+    def _admit(self, group: dict[int, int], job: Job) -> None:
+        """Read a group's prompts in chunks into their slots, and sample their first anchors."""
+        device, state = self.target.device, self.state
+        slots = torch.tensor(list(group), device=device)
+        sequels = [job.sequels[index] for index in group.values()]
+        for slot, sequel in zip(group, sequels, strict=True):
+            self.cache.resize(slot, len(sequel.history) + self._margin)
         self.cache.upload()
-        ids = torch.tensor(prompt, device=device)
-        table = self.cache.table[slot : slot + 1]
-        hidden = None
-        for first in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = ids[first : first + PREFILL_CHUNK]
-            positions = torch.arange(first, first + len(chunk), device=device, dtype=torch.int32)
-            page = table[0, (positions // self.cache.page_size).long()].long()
-            cache_rows = page * self.cache.page_size + positions % self.cache.page_size
-            one = torch.ones(1, dtype=torch.int32, device=device)
-            rows = Rows(
-                1, len(chunk), positions, cache_rows, table, one * first, one * len(chunk), None,
-                first + len(chunk),
-            )  # fmt: skip
-            hidden, taps = self.model.forward(chunk, rows, self.cache, self.round.taps)
-            if self.round.head and self.round.head_cache and taps is not None:
-                self.round.head.extend(taps, positions, cache_rows, self.round.head_cache)
-        assert hidden is not None
-        place = torch.tensor([len(prompt)], device=device)
-        logits = self.model.logits(hidden[-1:].contiguous())
-        state = self.state
-        state.anchors[slot] = sample(logits.float(), self.sampling, key[None], place)[0]
-        state.prefix[slot], state.active[slot], state.keys[slot] = len(prompt), 1, key
+        keys = job.keys[list(group.values())]
+        prompts = [sequel.history for sequel in sequels]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        logits = self.model.logits(self._read(prompts, self.cache.table[slots]))
+        anchors = sample(logits.float(), self.sampling, keys, lengths)
+        state.anchors[slots] = anchors
+        state.ids[slots, 0] = anchors
+        state.prefix[slots] = lengths.int()
+        state.active[slots] = 1
+        state.keys[slots] = keys
+        state.limits[slots] = torch.tensor([job.limits[i] for i in group.values()], device=device)
+        for slot, sequel, token in zip(group, sequels, anchors.tolist(), strict=True):
+            job.running[slot] = sequel
+            job.extend(sequel, [token])
+            if sequel.generation.finish:
+                self._release(slot, job)
 
-    def _release(self, slot: int, running: dict[int, Sequel]) -> None:
-        del running[slot]
-        self.cache.resize(slot, 0)
+    def _read(self, prompts: list[list[int]], table: Tensor) -> Tensor:
+        """Prompts into the pages of `table` [G, max_pages]; the last hidden states [G, d]."""
+        device, longest = self.target.device, max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        last: Tensor | None = None
+        for first in range(0, longest, PREFILL_CHUNK):
+            chunk = ids[:, first : first + PREFILL_CHUNK]
+            nodes = chunk.shape[1]
+            counts = (lengths - first).clamp(0, nodes)
+            prefix = torch.full_like(counts, first).int()
+            placed = place_rows(
+                prefix, counts.int(), table, self.cache.page_size, nodes, sizes=counts
+            )
+            rows = Rows(len(prompts), nodes, *placed[:2], table, prefix, placed[2], None,
+                        first + nodes)  # fmt: skip
+            hidden, taps = self.model.forward(chunk.flatten(), rows, self.cache, self.round.taps)
+            if self.round.head and self.round.head_cache:
+                self.round.head.extend(torch.cat(taps, -1), *placed[:2], self.round.head_cache)
+            hidden = hidden.view(len(prompts), nodes, -1)
+            at = (lengths - 1 - first).clamp(0, nodes - 1)
+            ends = hidden[torch.arange(len(prompts), device=device), at]
+            here = ((lengths > first) & (lengths <= first + nodes))[:, None]
+            last = ends if last is None else torch.where(here, ends, last)
+        assert last is not None
+        return last
+
+    def _release(self, slot: int, job: Job) -> None:
+        del job.running[slot]
+        self.cache.release(slot)
         self.state.active[slot] = 0
         self.state.prefix[slot] = 0
+
+    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        for index, prompt in enumerate(prompts):
+            where = f"prompts[{index}]"
+            if not len(prompt):
+                raise JetspecError(where, "empty", "give at least one token")
+            rows, asked = len(prompt) + new_tokens, f"{len(prompt)} + {new_tokens} tokens"
+            if rows > self.rows_left:
+                mend = f"the engine holds {self.rows_left} a sequence; raise max_rows"
+                raise JetspecError(where, asked, mend)
+            if -(-(rows + self._margin) // self.cache.page_size) > self.cache.pages:
+                raise JetspecError(where, asked, "more than all pages hold; give more pages")
+
+    def _reference(
+        self, prompts: Sequence[Sequence[int]], ids: list[int | str], new_tokens: int,
+        stops: Collection[int] | None, on_tokens: Callable[[int], None],
+    ) -> DecodeResult:  # fmt: skip
+        """The same on the reference loop, `slots` prompts at a time."""
+        found = DecodeResult([], dict.fromkeys(PHASES, 0.0), 0)
+        for first in range(0, len(prompts), self.slots):
+            drafter = None
+            if self.head is not None:
+                drafter = HeadDrafter(
+                    self.head, self.target, width=self.tree.width, depth=self.tree.depth
+                )
+            part = slice(first, first + self.slots)
+            done = decode(
+                self.target, prompts[part], drafter=drafter, tree=self.tree,
+                sampling=self.sampling, max_new_tokens=new_tokens, stop_token_ids=stops,
+                request_ids=ids[part],
+            )  # fmt: skip
+            found.generations += done.generations
+            found.seconds = {name: s + done.seconds[name] for name, s in found.seconds.items()}
+            found.peak_bytes = max(found.peak_bytes, done.peak_bytes)
+            on_tokens(sum(len(generation.tokens) for generation in done.generations))
+        return found

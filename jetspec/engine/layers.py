@@ -40,6 +40,26 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Products:
+    """Which matrix product runs.
+
+    Attributes:
+        exact: one reduction order whatever the number of rows, so that a row's bits do not depend
+            on how many rows share the pass.
+        small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
+    """
+
+    exact: bool = False
+    small_rows: int = 32
+
+    def ours(self, x: Tensor, weight: Tensor) -> bool:
+        if self.exact:
+            return True
+        few = len(x) <= self.small_rows and x.element_size() == 2
+        return few and x.is_cuda and weight.shape[1] % 128 == 0
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer's weights, QKV and gate-up fused."""
 
@@ -57,65 +77,76 @@ class Layer:
 
     @classmethod
     def from_module(cls, module: Any, heads: int, eps: float) -> "Layer":
-        """From a Llama, Qwen2 or Qwen3 layer of transformers, or a layer of a parallel head."""
+        """From a Llama, Qwen2 or Qwen3 layer of transformers, or a layer of a parallel head.
+
+        The module's own weights become views of the fused ones: memory holds them once.
+        """
         attention, mlp = module.self_attn, module.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [projection.bias for projection in projections]
         norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         return cls(
             input_norm=module.input_layernorm.weight,
-            qkv=torch.cat([projection.weight for projection in projections]),
+            qkv=_fused(*projections),
             qkv_bias=None if biases[0] is None else torch.cat(biases),
             q_norm=None if norms[0] is None else norms[0].weight,
             k_norm=None if norms[1] is None else norms[1].weight,
             out=attention.o_proj.weight,
             post_norm=module.post_attention_layernorm.weight,
-            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            gate_up=_fused(mlp.gate_proj, mlp.up_proj),
             down=mlp.down_proj.weight,
             heads=heads,
             eps=eps,
         )
 
 
-def product(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+@torch.no_grad()
+def _fused(*linears: Any) -> Tensor:
+    """The weights on top of each other; each linear keeps its own as a view of them."""
+    weights = [linear.weight for linear in linears]
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
+        weight.data = part
+    return whole
+
+
+def product(x: Tensor, weight: Tensor, products: Products, *, whole: bool = False) -> Tensor:
     """x @ weight^T: [T, N], or fp32 [S, T, N] partial sums that the next kernel adds.
 
     Args:
-        exact: one reduction order whatever T is, so that a row's bits do not depend on how many
-            rows share the pass.
+        whole: a finished product in any case.
     """
-    if exact:
-        return small_gemm(x, weight, parts=parts_for(*weight.shape))
+    if products.ours(x, weight):
+        return small_gemm(x, weight, parts=1 if whole else parts_for(*weight.shape))
     return F.linear(x, weight)
 
 
 def run_layer(
     layer: Layer,
-    x: Tensor,
-    residual: Tensor | None,
+    normed: Tensor,
+    residual: Tensor,
     keys: Tensor,
     values: Tensor,
     rope_table: Tensor,
     rows: Rows,
-    exact: bool,
+    products: Products,
 ) -> tuple[Tensor, Tensor]:
-    """(the MLP's output, not yet added; the residual stream before it).
+    """(the MLP's output or its partial sums, not yet added; the residual stream before it).
 
     Args:
-        x: [T, d] or partial sums: the last layer's MLP output, or the embeddings.
-        residual: [T, d], None before the first layer.
+        normed, residual: [T, d], the layer's input after its norm and before it.
     """
-    normed, residual = add_rms_norm(x, residual, layer.input_norm, layer.eps)
     q = qkv_to_cache(
-        product(normed, layer.qkv, exact), keys, values, rope_table, rows.positions,
+        product(normed, layer.qkv, products), keys, values, rope_table, rows.positions,
         rows.cache_rows, heads=layer.heads, bias=layer.qkv_bias, q_norm=layer.q_norm,
         k_norm=layer.k_norm, eps=layer.eps,
     )  # fmt: skip
     attended = tree_attention(
         q.view(rows.batch, rows.nodes, layer.heads, -1), keys, values, rows.table, rows.prefix,
-        rows.counts, rows.bits, max_context=rows.max_context, exact=exact,
+        rows.counts, rows.bits, max_context=rows.max_context,
+        exact=products.exact,
     )  # fmt: skip
-    x = product(attended.view(len(q), -1), layer.out, exact)
+    x = product(attended.view(len(q), -1), layer.out, products)
     normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
-    gated = silu_mul(product(normed, layer.gate_up, exact), dtype=normed.dtype)
-    return product(gated, layer.down, exact), residual
+    gated = silu_mul(product(normed, layer.gate_up, products), dtype=normed.dtype)
+    return product(gated, layer.down, products), residual

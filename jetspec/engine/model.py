@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.engine.layers import Layer, Rows, product, run_layer
+from jetspec.engine.layers import Layer, Products, Rows, product, run_layer
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
 from kernels.norms import add_rms_norm
-from kernels.rope import qkv_to_cache
+from kernels.rope import context_to_caches
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -21,15 +21,14 @@ class EngineModel:
     """A Llama, Qwen2 or Qwen3 with fused weights.
 
     Args:
-        target: its weights are read once; the embedding and the output projection are shared.
+        target: shares all of its weights.
         max_rows: longest sequence, for the rotary table.
-        exact: bitwise mode, see `layers.product`.
 
     Raises:
         JetspecError: another architecture, or one with settings the kernels do not have.
     """
 
-    def __init__(self, target: Target, *, max_rows: int, exact: bool) -> None:
+    def __init__(self, target: Target, *, max_rows: int, products: Products) -> None:
         config = target.config
         if config.model_type not in ARCHITECTURES:
             raise JetspecError(
@@ -38,7 +37,7 @@ class EngineModel:
                 f"the engine runs {', '.join(ARCHITECTURES)}; use the transformers backend",
             )
         base = target.model.base_model
-        self.target, self.exact = target, exact
+        self.target, self.products = target, products
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -50,35 +49,38 @@ class EngineModel:
             base.rotary_emb.inv_freq, float(base.rotary_emb.attention_scaling), max_rows
         )
 
-    def new_cache(self, slots: int, max_rows: int, page_size: int) -> PagedCache:
+    @staticmethod
+    def row_bytes(target: Target) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        config = target.config
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        values = 2 * target.num_layers * config.num_key_value_heads * head_dim
+        return int(values) * target.dtype.itemsize
+
+    def new_cache(
+        self, slots: int, max_rows: int, page_size: int, pages: int | None = None
+    ) -> PagedCache:
         return PagedCache(
             layers=len(self.layers), slots=slots, max_rows=max_rows, kv_heads=self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, dtype=self.embedding.dtype,
-            device=self.embedding.device,
+            device=self.embedding.device, pages=pages,
         )  # fmt: skip
 
     def forward(
         self, tokens: Tensor, rows: Rows, cache: PagedCache, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """tokens long [T] -> (hidden [T, d] after the final norm, taps [T, n·d] or None)."""
-        x, residual = F.embedding(tokens, self.embedding), None
-        tapped = {}
-        for index, layer in enumerate(self.layers):
-            x, residual = run_layer(
-                layer, x, residual, *cache.layer(index), self.rope_table, rows, self.exact
-            )
-            if index in taps:
-                # The layer's output is the residual stream with its MLP added.
-                whole = x.sum(0) if x.dim() == 3 else x
-                tapped[index] = residual + whole.to(residual.dtype)
-        hidden, _ = add_rms_norm(x, residual, self.norm, self.eps)
-        return hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """tokens long [T] -> (hidden [T, d] after the final norm, each tap [T, d])."""
+        embedded = F.embedding(tokens, self.embedding)
+        hidden, outputs = run_layers(
+            self.layers, self.norm, embedded, cache, self.rope_table, rows, self.products, taps
+        )
+        return hidden, [outputs[tap] for tap in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, d] -> [T, V], in the model's type: rounding is the target's own."""
         weight = self.target.model.get_output_embeddings().weight
-        x = product(hidden, weight, self.exact)
-        return x.sum(0).to(hidden.dtype) if x.dim() == 3 else x
+        return product(hidden, weight, self.products, whole=True)
 
 
 class EngineHead:
@@ -89,11 +91,21 @@ class EngineHead:
     overwrites those.
     """
 
-    def __init__(self, head: ParallelHead, *, max_rows: int, exact: bool) -> None:
+    def __init__(self, head: ParallelHead, *, max_rows: int, products: Products) -> None:
+        if not isinstance(head, ParallelHead) or head.config.conv_rank or head.rescores:
+            raise JetspecError(
+                "head.kind", head.config.kind,
+                "the engine runs parallel heads without convolution or a second pass",
+            )  # fmt: skip
         config = head.config
+        if config.conv_rank or head.rescores:
+            name, value = ("conv_rank", config.conv_rank) if config.conv_rank else (
+                "rescore", config.rescore
+            )  # fmt: skip
+            raise JetspecError(f"head.{name}", value, "only the reference loop decodes it")
         assert config.num_attention_heads and config.num_key_value_heads
         assert config.rms_norm_eps and config.head_dim
-        self.head, self.exact, self.eps = head, exact, config.rms_norm_eps
+        self.head, self.products, self.eps = head, products, config.rms_norm_eps
         self.taps, self.depth = head.taps, head.depth
         self.kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
         self.layers = [
@@ -103,6 +115,8 @@ class EngineHead:
         # Context rows need keys and values only: one product for all layers.
         skip = config.num_attention_heads * self.head_dim
         self.context = torch.cat([layer.qkv[skip:] for layer in self.layers])
+        norms = [layer.k_norm for layer in self.layers if layer.k_norm is not None]
+        self.k_norms = torch.stack(norms) if norms else None
         device = head.fc.weight.device
         self.rope_table = rope_table(
             head.rotary.frequencies.to(device), head.rotary.factor, max_rows
@@ -124,24 +138,40 @@ class EngineHead:
         self, taps: Tensor, positions: Tensor, cache_rows: Tensor, cache: PagedCache
     ) -> None:
         """Project newly committed context: taps [T, n·d], positions [T], cache rows [T] or -1."""
-        fused = F.linear(taps.to(self.head.dtype), self.head.fc.weight)
+        fused = product(taps.to(self.head.dtype), self.head.fc.weight, self.products)
         fused, _ = add_rms_norm(fused, None, self.head.hidden_norm.weight, self.eps)
-        both = F.linear(fused, self.context).view(len(fused), len(self.layers), -1)
-        for index, layer in enumerate(self.layers):
-            qkv_to_cache(
-                both[:, index].contiguous(), *cache.layer(index), self.rope_table, positions,
-                cache_rows, heads=0, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.eps,
-            )  # fmt: skip
+        context_to_caches(
+            product(fused, self.context, self.products, whole=True), cache.kv, self.rope_table,
+            positions, cache_rows,
+            k_norms=self.k_norms, eps=self.eps,
+        )  # fmt: skip
 
     def forward(self, embeddings: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
         """Slot embeddings [T, d] -> hidden [T, d] after the final norm."""
-        x, residual = embeddings.to(self.head.dtype), None
-        for index, layer in enumerate(self.layers):
-            x, residual = run_layer(
-                layer, x, residual, *cache.layer(index), self.rope_table, rows, self.exact
-            )
-        hidden, _ = add_rms_norm(x, residual, self.head.norm.weight, self.eps)
+        hidden, _ = run_layers(
+            self.layers, self.head.norm.weight, embeddings.to(self.head.dtype), cache,
+            self.rope_table, rows, self.products,
+        )  # fmt: skip
         return hidden
+
+
+def run_layers(
+    layers: Sequence[Layer], norm: Tensor, x: Tensor, cache: PagedCache, rope: Tensor,
+    rows: Rows, products: Products, taps: Sequence[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+    """(hidden [T, d] after the final norm, the output [T, d] of every tapped layer).
+
+    A layer's output is the residual stream that the next norm leaves behind.
+    """
+    residual: Tensor | None = None
+    outputs = {}
+    for index, layer in enumerate(layers):
+        normed, residual = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+        if index - 1 in taps:
+            outputs[index - 1] = residual
+        x, residual = run_layer(layer, normed, residual, *cache.layer(index), rope, rows, products)
+    hidden, last = add_rms_norm(x, residual, norm, layers[0].eps)
+    return hidden, outputs | {len(layers) - 1: last}
 
 
 def rope_table(frequencies: Tensor, factor: float, positions: int) -> Tensor:

@@ -10,7 +10,8 @@ class PagedCache:
     """Keys and values of every layer, and which pages belong to which running sequence.
 
     Memory follows the rows in use: `resize` takes and gives back pages as a sequence's committed
-    rows and the nodes of its next round come and go.
+    rows and the nodes of its next round come and go. `reserve` promises a sequence the pages of
+    its longest state, so that one that was admitted never has to wait.
 
     Args:
         slots: sequences that may run at once.
@@ -31,10 +32,9 @@ class PagedCache:
         )
         self.table = torch.zeros(slots, self.max_pages, dtype=torch.int32, device=device)
         self._staging = torch.zeros(slots, self.max_pages, dtype=torch.int32)
-        if device.type == "cuda":
-            self._staging = self._staging.pin_memory()
         self._free = list(range(self.pages - 1, -1, -1))
         self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._reserved = [0] * slots
         self._changed = False
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,17 @@ class PagedCache:
         return len(self._free)
 
     def fits(self, rows: int) -> bool:
-        """Whether a new sequence of this many rows finds pages now."""
-        return -(-rows // self.page_size) <= len(self._free)
+        """Whether a sequence of at most this many rows can be promised its pages now."""
+        return -(-rows // self.page_size) <= self.pages - sum(self._reserved)
+
+    def reserve(self, slot: int, rows: int) -> None:
+        """Promise a slot the pages of `rows` rows, until it is released."""
+        self._reserved[slot] = -(-rows // self.page_size)
+
+    def release(self, slot: int) -> None:
+        """Give back a slot's pages and its promise."""
+        self._reserved[slot] = 0
+        self.resize(slot, 0)
 
     def resize(self, slot: int, rows: int) -> None:
         """Hold exactly the pages that `rows` rows need; `upload` makes it known to the device.
@@ -70,13 +79,9 @@ class PagedCache:
             self._changed = True
 
     def upload(self) -> None:
-        """Send the page table to the device if it has new entries."""
+        """Send the page table to the device if it has new entries; rounds under way keep theirs."""
         if self._changed:
-            self.table.copy_(self._staging, non_blocking=True)
+            # A pinned copy of its own: the host may go on editing before the device has read it.
+            pinned = self._staging.pin_memory() if self.table.is_cuda else self._staging
+            self.table.copy_(pinned, non_blocking=True)
             self._changed = False
-
-    def rows_at(self, positions: Tensor, live: Tensor) -> Tensor:
-        """Cache rows, long [B, T], of each slot's row numbers [B, T]; -1 where not `live`."""
-        page = positions.div(self.page_size, rounding_mode="floor").clamp(max=self.max_pages - 1)
-        base = self.table.gather(1, page.long()).long() * self.page_size
-        return torch.where(live, base + positions % self.page_size, -1)

@@ -15,7 +15,8 @@ from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.sampling import SamplingParams, sample
 from jetspec.trees.config import TreeConfig
-from kernels.commit import accept_greedy, compact_kv
+from kernels.commit import accept_greedy, advance, compact_kv
+from kernels.place import place_rows
 from kernels.topk import topk_logsumexp
 from kernels.tree_build import BuiltTree, build_best_first, pack_ancestors
 
@@ -27,19 +28,22 @@ class State:
     Attributes:
         prefix: int32 [B], committed rows in the caches; the anchor's row does not exist yet.
         anchors: long [B], the last committed tokens.
+        ids: long [B, S], the draft's slots: the anchor, then mask tokens.
         active: int32 [B], 1 where a sequence runs.
         keys: long [B], request keys of the sampling noise.
-        tokens: long [B, depth + 1], the round's committed tokens: the path's, then the bonus.
-        lengths: long [B], how many of `tokens` count; 0 where no sequence runs.
+        limits: long [B], draft nodes of each slot's rounds, at least 1.
+        out: long [B, depth + 2]: how many tokens the round committed (0 where no sequence runs),
+            then the tokens: the path's, then the bonus.
         forced: long [B], path lengths to commit whatever the target says; None in real use.
     """
 
     prefix: Tensor
     anchors: Tensor
+    ids: Tensor
     active: Tensor
     keys: Tensor
-    tokens: Tensor
-    lengths: Tensor
+    limits: Tensor
+    out: Tensor
     forced: Tensor | None = None
 
     @classmethod
@@ -50,16 +54,17 @@ class State:
         return cls(
             prefix=zeros(slots, dtype=torch.int32),
             anchors=zeros(slots),
+            ids=zeros(slots, 1),
             active=zeros(slots, dtype=torch.int32),
             keys=zeros(slots),
-            tokens=zeros(slots, depth + 1),
-            lengths=zeros(slots),
+            limits=zeros(slots),
+            out=zeros(slots, depth + 2),
             forced=torch.ones(slots, dtype=torch.long, device=device) if forced else None,
         )
 
 
 class Round:
-    """The five steps over one set of buffers.
+    """The steps of a round over one set of buffers.
 
     Args:
         head: None decodes plainly.
@@ -83,6 +88,19 @@ class Round:
         self.taps = head.taps if head else ()
         self.depth = draft_depth(head, tree)
         self.nodes = 1 + (0 if head is None else budget(head, tree))
+        batch, device = len(state.anchors), state.anchors.device
+        self._slot_bits: Tensor | None = None
+        if head is not None:
+            causal = head.head.config.mask == "causal"
+            slots = 1 + (self.depth if causal else head.depth)
+            state.ids = torch.full((batch, slots), head.head.mask_token_id, device=device)
+            # A causal block lets slot v see slots 0..v; a bidirectional one lets it see all.
+            self._slot_bits = None if causal else full_bits(batch, slots, device)
+        # A chain's shape never changes; only its tokens do.
+        order = torch.arange(self.nodes, device=device).expand(batch, -1).contiguous()
+        self._chain = (order - 1, order, torch.zeros(batch, self.nodes, device=device))
+        state.limits.fill_(max(self.nodes - 1, 1))
+        self._root_only = torch.ones(batch, dtype=torch.long, device=device)
 
     def run(self) -> None:
         """Commit one round of every active sequence."""
@@ -92,46 +110,54 @@ class Round:
         self.commit(tree, taps, path, lengths, bonus)
 
     def draft_and_build(self) -> BuiltTree:
-        anchors = self.state.anchors
+        state = self.state
         if self.head is None or self.head_cache is None:
-            root = anchors[:, None]
-            zero = torch.zeros_like(root)
-            return BuiltTree(root, zero - 1, zero, zero.float(), torch.ones_like(anchors))
-        model, head = self.model, self.head
-        slots = 1 + (self.depth if head.head.config.mask == "causal" else head.depth)
-        batch = len(anchors)
-        ids = torch.full_like(anchors, head.head.mask_token_id)[:, None].repeat(1, slots)
-        ids[:, 0] = anchors
-        # A causal block lets slot v see slots 0..v; a bidirectional one lets it see all of them.
-        bits = None
-        if head.head.config.mask != "causal":
-            bits = torch.full(
-                (batch, slots, 1), (1 << slots) - 1, dtype=torch.int32, device=ids.device
-            )
-        rows = self.rows(torch.arange(slots, device=ids.device).expand(batch, -1), bits, None)
-        hidden = head.forward(F.embedding(ids.flatten(), model.embedding), rows, self.head_cache)
-        hidden = hidden.view(batch, slots, -1)[:, 1 : 1 + self.depth]
+            return BuiltTree(state.anchors[:, None], *self._chain, self._root_only)
+        hidden = self.draft_hidden()
+        tokens, edges = self.candidates(hidden)
+        if self.tree.builder == "chain":
+            drafted = tokens[:, :, 0] if edges is None else best_chain(tokens, edges)
+            whole = torch.cat([state.anchors[:, None], drafted], 1)
+            return BuiltTree(whole, *self._chain, state.limits + 1)
+        assert edges is not None
+        return build_best_first(tokens, edges, state.anchors, self.nodes - 1, state.limits)
+
+    def draft_hidden(self) -> Tensor:
+        """The head's pass over every sequence's slots: [B, depth, d]."""
+        assert self.head is not None and self.head_cache is not None
+        ids = self.state.ids
+        rows = self.rows(ids.shape[1], self._slot_bits)
+        hidden = self.head.forward(
+            F.embedding(ids.flatten(), self.model.embedding), rows, self.head_cache
+        )
+        return hidden.view(*ids.shape, -1)[:, 1 : 1 + self.depth]
+
+    def candidates(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(tokens long [B, D, K], edge scores [B, D, K, K]; None where rank alone decides)."""
+        assert self.head is not None
+        model, edges = self.model, self.head.head.edges
+        batch = len(hidden)
         logits = model.logits(hidden.flatten(0, 1).contiguous().to(model.embedding.dtype))
         width = min(self.tree.width, logits.shape[-1], 32)
-        if self.tree.builder == "chain" and head.head.edges is None:
-            width = 1
-        best, tokens, lse = topk_logsumexp(logits, width)
-        log_q = (best - lse[:, None]).view(batch, self.depth, width)
-        tokens = tokens.view(batch, self.depth, width)
-        if head.head.edges is None:
-            edges = log_q[:, :, None].expand(-1, -1, width, -1)
-        else:
-            edges = head.head.edges.edge_scores(
-                tokens, log_q, anchors, hidden, lambda t: F.embedding(t, model.embedding)
-            )
-        if self.tree.builder == "chain":
-            tokens, edges = best_chain(tokens, edges)
-        return build_best_first(tokens, edges, anchors, self.nodes - 1)
+        ranked = self.tree.builder == "chain" and edges is None
+        best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width)
+        tokens = tokens.view(batch, self.depth, -1)
+        if ranked:
+            return tokens, None
+        log_q = (best - lse[:, None]).view(batch, self.depth, -1)
+        if edges is None:
+            return tokens, log_q[:, :, None].expand(-1, -1, width, -1)
+        scores = edges.edge_scores(
+            tokens, log_q, self.state.anchors, hidden, lambda t: F.embedding(t, model.embedding)
+        )
+        return tokens, scores
 
-    def verify(self, tree: BuiltTree) -> tuple[Tensor, Tensor | None]:
-        """(the target's token after every node, long [B, N]; taps [B, N, n·d] or None)."""
-        bits = pack_ancestors(tree.parents, tree.sizes, self.depth) if self.nodes > 1 else None
-        rows = self.rows(tree.depths, bits, tree.sizes)
+    def verify(self, tree: BuiltTree) -> tuple[Tensor, list[Tensor]]:
+        """(the target's token after every node, long [B, N]; each tap [B N, d])."""
+        bits = None  # a chain is causal
+        if self.tree.builder != "chain" and self.nodes > 1:
+            bits = pack_ancestors(tree.parents, tree.sizes, self.depth)
+        rows = self.rows(self.nodes, bits, tree.depths, tree.sizes)
         hidden, taps = self.model.forward(tree.tokens.flatten(), rows, self.cache, self.taps)
         logits = self.model.logits(hidden)
         if self.sampling.greedy:
@@ -139,49 +165,50 @@ class Round:
         else:
             keys = self.state.keys.repeat_interleave(self.nodes)
             following = sample(logits.float(), self.sampling, keys, rows.positions.long() + 1)
-        shape = tree.tokens.shape
-        return following.view(shape), None if taps is None else taps.view(*shape, -1)
+        return following.view(tree.tokens.shape), taps
 
     def accept(self, tree: BuiltTree, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = self.state
         return accept_greedy(
-            tree.tokens, tree.parents, tree.sizes, following, self.depth, self.state.forced
+            tree.tokens, tree.parents, tree.sizes, following, self.depth, state.forced, state.active
         )
 
     def commit(
-        self, tree: BuiltTree, taps: Tensor | None, path: Tensor, lengths: Tensor, bonus: Tensor
+        self, tree: BuiltTree, taps: list[Tensor], path: Tensor, lengths: Tensor, bonus: Tensor
     ) -> None:
-        state = self.state
-        lengths = lengths * state.active
-        compact_kv(self.cache.kv, self.cache.table, state.prefix, path, lengths)
-        nodes = path.clamp(min=0)
-        committed = tree.tokens.gather(1, nodes).roll(-1, 1)  # the root was committed before
-        last = torch.arange(path.shape[1], device=path.device) == (lengths - 1)[:, None]
-        state.tokens.copy_(torch.where(last, bonus[:, None], committed))
-        if self.head is not None and self.head_cache is not None and taps is not None:
-            order = torch.arange(path.shape[1], device=path.device).expand_as(path)
-            positions = state.prefix[:, None] + order
-            rows = self.cache.rows_at(positions, order < lengths[:, None])
-            chosen = taps.gather(1, nodes[..., None].expand(-1, -1, taps.shape[-1]))
-            self.head.extend(
-                chosen.flatten(0, 1), positions.flatten(), rows.flatten(), self.head_cache
-            )
-        state.lengths.copy_(lengths)
-        state.anchors.copy_(torch.where(lengths > 0, bonus, state.anchors))
-        state.prefix.add_(lengths.int())
-
-    def rows(self, depths: Tensor, bits: Tensor | None, sizes: Tensor | None) -> Rows:
-        """Rows of every slot behind its prefix; depths [B, N] place them in the sequence."""
-        state = self.state
-        batch, nodes = depths.shape
-        order = torch.arange(nodes, device=depths.device)
-        counts = state.active * (nodes if sizes is None else sizes.int())
-        live = order < counts[:, None]
-        cache_rows = self.cache.rows_at(state.prefix[:, None] + order, live)
-        positions = (state.prefix[:, None] + depths).int()
-        return Rows(
-            batch, nodes, positions.flatten(), cache_rows.flatten(), self.cache.table,
-            state.prefix, counts.int(), bits, self.max_context,
+        state, cache = self.state, self.cache
+        if self.tree.builder != "chain" and self.nodes > 1:  # a chain's rows lie in place
+            compact_kv(cache.kv, cache.table, state.prefix, path, lengths)
+        positions, cache_rows, picked = advance(
+            tree.tokens, path, lengths, bonus, cache.table, cache.page_size, state.prefix,
+            state.anchors, state.ids, state.out,
         )  # fmt: skip
+        if self.head is not None and self.head_cache is not None:
+            chosen = torch.cat([tap.index_select(0, picked) for tap in taps], -1)
+            self.head.extend(chosen, positions, cache_rows, self.head_cache)
+
+    def rows(
+        self, nodes: int, bits: Tensor | None, depths: Tensor | None = None,
+        sizes: Tensor | None = None,
+    ) -> Rows:  # fmt: skip
+        """Rows of every slot behind its prefix; depths [B, N] place them in the sequence."""
+        state, cache = self.state, self.cache
+        positions, cache_rows, counts = place_rows(
+            state.prefix, state.active, cache.table, cache.page_size, nodes, depths, sizes
+        )
+        return Rows(
+            len(state.prefix), nodes, positions, cache_rows, cache.table, state.prefix, counts,
+            bits, self.max_context,
+        )  # fmt: skip
+
+
+def full_bits(batch: int, rows: int, device: torch.device) -> Tensor:
+    """Ancestor bits int32 [B, rows, words] that let every row see every row."""
+    words = -(-rows // 32)
+    bits = torch.full((batch, rows, words), -1, dtype=torch.int32, device=device)
+    if rows % 32:
+        bits[..., -1] = (1 << rows % 32) - 1
+    return bits
 
 
 def draft_depth(head: EngineHead | None, tree: TreeConfig) -> int:
@@ -199,13 +226,12 @@ def budget(head: EngineHead, tree: TreeConfig) -> int:
     return draft_depth(head, tree) if tree.builder == "chain" else tree.budget
 
 
-def best_chain(tokens: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest child of the likeliest child ...: ([B, D, 1], [B, D, 1, 1])."""
+def best_chain(tokens: Tensor, edges: Tensor) -> Tensor:
+    """The likeliest child of the likeliest child ...: [B, D]."""
     rank = torch.zeros_like(tokens[:, 0, :1])  # [B, 1]
-    chosen, scores = [], []
+    chosen = []
     for slot in range(tokens.shape[1]):
         row = edges[:, slot].gather(1, rank[..., None].expand(-1, -1, edges.shape[-1]))[:, 0]
-        score, rank = row.max(-1, keepdim=True)
+        rank = row.argmax(-1, keepdim=True)
         chosen.append(tokens[:, slot].gather(1, rank))
-        scores.append(score)
-    return torch.stack(chosen, 1), torch.stack(scores, 1)[..., None]
+    return torch.cat(chosen, 1)

@@ -142,6 +142,6 @@ def open_backend(config: RegenerationConfig, target: TargetConfig) -> Backend:
 
         directory, _ = target_directory(target)
         return VllmBackend(config, text_target(target), directory, _dtype_name(target))
-    raise JetspecError(
-        "regeneration.backend", config.backend, "not there yet; use transformers or endpoint"
-    )
+    from jetspec.generation.engine_backend import EngineBackend
+
+    return EngineBackend(config, load_target(target))

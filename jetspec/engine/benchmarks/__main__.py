@@ -1,0 +1,239 @@
+"""`python -m jetspec.engine.benchmarks [TABLE ...] [--json FILE]`: measure the engine's rounds."""
+
+import argparse
+import functools
+import gc
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROWS = [
+    "ar_b1", "ar_b16", "chain_b1", "chain_b16", "tree_b1_16", "tree_b1_64", "tree_b1_128",
+    "tree_b1_255", "tree_b16_16", "tree_b16_32",
+]  # fmt: skip
+FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512, 528)
+CONTEXTS = (4096, 16384, 32768)
+KIND_ROWS = {
+    "plans": ["ar_b1", "tree_b1_16"],
+    "exact": ["ar_b1", "ar_b16", "tree_b1_64", "tree_b1_128"],
+    "ours": ["ar_b1", "ar_b16", "chain_b1", "tree_b1_16", "tree_b1_64"],
+}
+TABLES = (
+    "rows",
+    "host",
+    "split",
+    "kernels",
+    "overlap",
+    "ours",
+    "plans",
+    "exact",
+    "floors",
+    "growth",
+    "regeneration",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jetspec.engine.benchmarks", description=__doc__
+    )
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--rows", nargs="*", default=ROWS, metavar="ROW")
+    parser.add_argument("--layers", type=int, default=36, help="of the random target")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="N processes compile")
+    parser.add_argument("--compile-only", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("device: none: these tables need a CUDA GPU", file=sys.stderr)
+        return 1
+    unknown = sorted(set(args.tables) - set(TABLES))
+    if unknown:
+        print(f"table: {unknown[0]}: choose from {', '.join(TABLES)}", file=sys.stderr)
+        return 2
+    if args.compile:
+        jobs = [(name, "plain") for name in args.rows]
+        jobs += [(name, kind) for kind in ("plans", "exact", "ours") if kind in args.tables
+                 for name in KIND_ROWS[kind]]  # fmt: skip
+        with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
+            pool.map(_attempt, jobs, chunksize=1)
+        if args.compile_only:
+            return 0
+    Runner(args).run(args.tables or list(TABLES))
+    return 0
+
+
+def _attempt(job: tuple[str, str]) -> None:
+    try:
+        _compile(*job)
+    except Exception as error:  # the table itself will say so
+        print("does not run:", *job, str(error).splitlines()[:1], flush=True)
+
+
+def _compile(name: str, kind: str) -> None:
+    """Fill Triton's cache with what a row needs, from a process of its own."""
+    from jetspec.engine.benchmarks.models import random_head, random_target
+    from jetspec.engine.benchmarks.plans import PLANS, planned
+    from jetspec.engine.benchmarks.rows import engine_for
+    from jetspec.engine.layers import Products
+    from kernels.launch import overlap
+
+    target = random_target(layers=5)
+    head = random_head(target)
+    if kind == "plain":
+        for allowed in (True, False):
+            with overlap(allowed):
+                engine_for(name, target, head).round.run()
+    elif kind == "plans":
+        for plans in PLANS:
+            with planned(*plans):
+                engine_for(name, target, head).round.run()
+    else:
+        products = Products(exact=kind == "exact", small_rows=128)
+        engine_for(name, target, head, products=products).round.run()
+    torch.cuda.synchronize()
+
+
+class Runner:
+    """Runs tables over one target; every table that raises says so and the next one runs."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from jetspec.engine.benchmarks.models import random_head, random_target
+        from kernels.benchmarks.timing import environment
+
+        self.names, self.path = args.rows, args.json
+        torch.manual_seed(0)
+        self.target = random_target(args.layers)
+        self.head = random_head(self.target)
+        self.record: dict[str, object] = {
+            "command": " ".join(["python -m jetspec.engine.benchmarks", *sys.argv[1:]]),
+            "shapes": f"Qwen3-8B, {args.layers} layers, random bf16 weights, context 1,024",
+            "environment": environment(),
+        }
+
+    def run(self, tables: list[str]) -> None:
+        for name in tables:
+            started = time.perf_counter()
+            print(f"== {name}", flush=True)
+            rows: list[dict[str, object]] = []
+            self.record[name] = rows
+            table: Callable[[list[dict[str, object]]], None] = getattr(self, name)
+            try:
+                table(rows)
+            except Exception as error:
+                rows.append({"failed": f"{type(error).__name__}: {error}"[:400]})
+                print("FAILED", name, rows[-1]["failed"], flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(f"   {time.perf_counter() - started:.0f} s", flush=True)
+            if self.path:
+                self.path.write_text(json.dumps(self.record, indent=1))
+
+    def _keep(self, rows: list[dict[str, object]], row: dict[str, object]) -> None:
+        rows.append(row)
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        print("  ".join(f"{k} {v}" for k, v in shown.items() if k != "kernels"), flush=True)
+
+    def rows(self, out: list[dict[str, object]]) -> None:
+        from jetspec.engine.benchmarks.rows import measure
+
+        for row in measure(self.names, self.target, self.head):
+            self._keep(out, row)
+
+    def host(self, out: list[dict[str, object]]) -> None:
+        from jetspec.engine.benchmarks.rows import host
+
+        self._keep(out, {"row": "tree_b1_128", **host(self.target, self.head)})
+        self._keep(out, {"row": "ar_b1", **host(self.target, None, 200)})
+
+    def split(self, out: list[dict[str, object]]) -> None:
+        from jetspec.engine.benchmarks.split import steps
+
+        for name in ("ar_b1", "chain_b1", "tree_b1_128", "tree_b1_255", "tree_b16_16"):
+            head = None if name.startswith("ar") else self.head
+            self._keep(out, steps(name, self.target, head))
+
+    def kernels(self, out: list[dict[str, object]]) -> None:
+        from jetspec.engine.benchmarks.split import kernels
+
+        for name in ("ar_b1", "chain_b1", "tree_b1_128", "tree_b16_16"):
+            self._keep(out, kernels(name, self.target, self.head))
+
+    def overlap(self, out: list[dict[str, object]]) -> None:
+        """The same rows without programmatic dependent launch."""
+        from jetspec.engine.benchmarks.rows import measure
+        from kernels.launch import overlap
+
+        with overlap(False):
+            for row in measure(["ar_b1", "chain_b1", "tree_b1_128"], self.target, self.head):
+                self._keep(out, row)
+
+    def ours(self, out: list[dict[str, object]]) -> None:
+        """cuBLAS everywhere against our product wherever it fits, in whole rounds."""
+        from jetspec.engine.benchmarks.rows import measure
+        from jetspec.engine.layers import Products
+
+        for name in KIND_ROWS["ours"]:
+            for most in (0, 128):
+                products = Products(small_rows=most)
+                for row in measure([name], self.target, self.head, products=products):
+                    self._keep(out, row | {"small_rows": most})
+
+    def plans(self, out: list[dict[str, object]]) -> None:
+        """Launch shapes of our product, in whole rounds."""
+        from jetspec.engine.benchmarks.plans import PLANS, planned
+        from jetspec.engine.benchmarks.rows import measure
+
+        for name in KIND_ROWS["plans"]:
+            for narrow, wide in PLANS:
+                with planned(narrow, wide):
+                    for row in measure([name], self.target, self.head):
+                        self._keep(out, row | {"narrow": str(narrow), "wide": str(wide)})
+
+    def exact(self, out: list[dict[str, object]]) -> None:
+        """What the bitwise mode costs."""
+        from jetspec.engine.benchmarks.rows import measure
+
+        for row in measure(KIND_ROWS["exact"], self.target, self.head, exact=True):
+            self._keep(out, row)
+
+    def regeneration(self, out: list[dict[str, object]]) -> None:
+        """Many prompts at once, against the transformers backend."""
+        from jetspec.engine.benchmarks.regeneration import rates
+
+        for row in rates(self.target, 64):
+            self._keep(out, row)
+
+    def floors(self, out: list[dict[str, object]]) -> None:
+        """The target's linear layers alone, by the rows of a pass, in both libraries of cuBLAS."""
+        from jetspec.engine.benchmarks.rows import engine_for
+        from jetspec.engine.benchmarks.split import graph_ms, linears
+
+        engine = engine_for("ar_b1", self.target, None)
+        before = torch.backends.cuda.preferred_blas_library()
+        for library in ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            for rows in FLOOR_ROWS:
+                ms = graph_ms(functools.partial(linears, engine, rows))
+                self._keep(out, {"rows": rows, "library": library, "ms": ms})
+        torch.backends.cuda.preferred_blas_library(before)
+
+    def growth(self, out: list[dict[str, object]]) -> None:
+        """A round against context, budget and batch, with the memory used."""
+        from jetspec.engine.benchmarks.rows import measure
+
+        for context in CONTEXTS:
+            for row in measure(["ar_b1", "tree_b1_128"], self.target, self.head, context=context):
+                self._keep(out, row | {"context": context})
+        for name in ("tree_b1_32", "tree_b1_512", "tree_b1_1023", "ar_b64", "chain_b64"):
+            for row in measure([name], self.target, self.head):
+                self._keep(out, row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
