@@ -286,7 +286,11 @@ def test_a_saved_head_is_loaded_as_it_was(target, tmp_path):
     loaded = load_head(str(tmp_path))
     assert isinstance(loaded, EagleHead) and loaded.config == head.config
     assert all(map(torch.equal, loaded.parameters(), head.parameters()))
-    assert all(finding.ok for finding in check_head(str(tmp_path), target))
+    findings = {finding.check: finding.ok for finding in check_head(str(tmp_path), target)}
+    assert all(findings.values()) and "RoPE" in findings
+    other = tiny_target("qwen3", spread=0.08)
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    assert not {f.check: f.ok for f in check_head(str(tmp_path), other)}["RoPE"]
 
 
 def test_a_head_of_another_shape_is_refused_in_one_line(target, tmp_path):

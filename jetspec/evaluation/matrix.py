@@ -150,12 +150,13 @@ def make_plan(config: RunConfig, head_uri: str | None, *, other_target: bool = F
 
 
 def head_depth(head_uri: str) -> int:
-    """Tokens that the head at `head_uri` drafts in a round: its block less the anchor."""
+    """Tokens that the head at `head_uri` drafts in a round: its block, less the anchor's place
+    where that predicts nothing."""
     config = read_json(join(head_uri, "config.json"))
     size = config.get("block_size") or config.get("dflash_config", {}).get("block_size")
     if not isinstance(size, int) or size < 2:
         raise JetspecError("head.block_size", size, f"set it in {join(head_uri, 'config.json')}")
-    return size - 1
+    return size if config.get("sample_from_anchor") else size - 1
 
 
 def load_models(config: RunConfig, head_uri: str | None) -> tuple[Any, Any | None]:

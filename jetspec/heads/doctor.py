@@ -12,7 +12,7 @@ import torch
 from jetspec.errors import JetspecError
 from jetspec.heads.files import read_config, read_weights
 from jetspec.heads.formats import FOREIGN
-from jetspec.heads.layers import rope_frequencies
+from jetspec.heads.layers import RotaryEmbedding, rope_frequencies
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead, load_head
 from jetspec.heads.sizes import target_rope
@@ -59,11 +59,13 @@ def check_head(
         *fit,
         *_training(raw.get("jetspec_training") or {}, target, enable_thinking),
     ]
-    if not isinstance(head, ParallelHead):
-        return findings
-    findings += [_mask_token(head, target), _causal_keys(raw), _rope(head, target)]
-    if all(finding.ok for finding in fit):
-        findings += _slots(raw, head, target)
+    trunk = getattr(head, "trunk", head)  # heads may be built around a parallel one
+    if isinstance(trunk, ParallelHead):
+        findings += [_mask_token(trunk, target), _causal_keys(raw)]
+    if isinstance(getattr(trunk, "rotary", None), RotaryEmbedding):
+        findings.append(_rope(trunk, target))
+    if isinstance(trunk, ParallelHead) and all(finding.ok for finding in fit):
+        findings += _slots(raw if trunk is head else {}, trunk, target)
     return findings
 
 
@@ -167,7 +169,7 @@ def _causal_keys(raw: dict[str, Any]) -> Finding:
     return Finding(True, check, f"both say {next(iter(held.values()), False)}")
 
 
-def _rope(head: ParallelHead, target: Target) -> Finding:
+def _rope(head: Any, target: Target) -> Finding:
     """Compared as numbers, since one RoPE has several spellings."""
     check = "RoPE"
     own, factor = head.rotary.frequencies, head.rotary.factor

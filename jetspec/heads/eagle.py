@@ -30,6 +30,7 @@ from jetspec.heads.layers import (
     rotate,
 )
 from jetspec.heads.registry import DraftHead, register
+from jetspec.heads.sizes import resolve_head_config
 from jetspec.trees.levels import draft_levels
 from jetspec.trees.tree import Tree
 
@@ -214,8 +215,6 @@ class EagleHead(DraftHead):
 
     @classmethod
     def resolve(cls, config: EagleConfig, target: "Target") -> EagleConfig:
-        from jetspec.heads.parallel import resolve_head_config
-
         layer = resolve_head_config(config.layer(), target)
         shared = EagleConfig.model_fields.keys() & HeadConfig.model_fields.keys()
         found = {name: getattr(layer, name) for name in shared - {"kind"}}

@@ -1,0 +1,376 @@
+"""DSpark (arXiv 2607.05147): a block whose anchor predicts too, a Markov head, a confidence head.
+
+The block is a parallel head's, [anchor, MASK, ...], but every place in it names the token behind
+it: a block of 7 drafts 7. The Markov head adds W1[parent] · W2[child] to a place's logits, so that
+a token's probability depends on the token before it. The confidence head reads a place's state
+and its parent's row of W1, and says how much of the drafted distribution the target shares.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from jetspec.errors import JetspecError
+from jetspec.heads.cache import HeadCache
+from jetspec.heads.config import HeadConfig, HeadSettings
+from jetspec.heads.files import CONFIG, WEIGHTS, DType, load_state, read_weights, write_tensors
+from jetspec.heads.parallel import ParallelHead
+from jetspec.heads.registry import OWN, DraftHead, register
+from jetspec.storage import join, write_json
+from jetspec.trees.draft import Draft
+
+if TYPE_CHECKING:
+    from jetspec.targets.target import Target
+    from jetspec.training.blocks import Batch
+    from jetspec.training.config import LossConfig
+    from jetspec.training.corpus import Corpus
+    from jetspec.training.hidden_cache import HiddenStates
+
+_CALIBRATION = "jetspec_calibration"
+_TRUNK = "trunk."  # our name for what published weights name without a prefix
+
+
+class DSparkConfig(HeadSettings):
+    """A DSpark head; sizes left at None follow the target's.
+
+    The paper's loss is `training.loss.kind: {hard_labels: 0.1, total_variation: 0.9}`.
+
+    Attributes:
+        block_size: places of the block, the anchor's included: the tokens it drafts.
+        mask, taps, mask_token_id, rope_parameters: as a parallel head's.
+        markov_rank: r of the two tables [V, r].
+        confidence_weight: weight of the confidence head's loss.
+        scores: what a draft's edges are: `survival`, where a parent's best child has the calibrated
+            confidence as its probability and its siblings share the rest, or the drafted
+            `probability` itself.
+    """
+
+    kind: str = "dspark"
+    block_size: int = Field(7, ge=2)
+    mask: Literal["causal", "bidirectional"] = "bidirectional"
+    num_layers: int = Field(5, ge=1)
+    num_taps: int = Field(5, ge=1)
+    taps: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    intermediate_size: int | None = Field(None, ge=1)
+    num_attention_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    rms_norm_eps: float | None = Field(None, gt=0)
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int | None = Field(None, ge=1)
+    markov_rank: int = Field(256, ge=1)
+    confidence_weight: float = Field(1.0, ge=0)
+    scores: Literal["survival", "probability"] = "survival"
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> "DSparkConfig":
+        self.trunk()
+        return self
+
+    def trunk(self) -> HeadConfig:
+        """The parallel head that runs the block; its own slot count is not used."""
+        fields = {name: getattr(self, name) for name in _SHARED}
+        return HeadConfig(**fields, block_size=self.block_size)
+
+
+_SHARED = (DSparkConfig.model_fields.keys() & HeadConfig.model_fields.keys()) - {
+    "kind",
+    "block_size",
+}
+
+
+class MarkovHead(nn.Module):
+    """W1[parent] · W2[child], two tables [V, r]; W2 starts at zero and then changes nothing."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    def rows(self, parents: Tensor) -> Tensor:
+        """Tokens long [...] -> [..., r]."""
+        return F.embedding(parents, self.markov_w1.weight)
+
+    def bias(self, rows: Tensor) -> Tensor:
+        """Rows of parents [..., r] -> what they add to the logits, fp32 [..., V]."""
+        return F.linear(rows, self.markov_w2.weight).float()
+
+    def pairs(self, rows: Tensor, children: Tensor) -> Tensor:
+        """Rows [..., P, r] and tokens long [..., K] -> fp32 [..., P, K]."""
+        return (rows @ F.embedding(children, self.markov_w2.weight).transpose(-1, -2)).float()
+
+
+class ConfidenceHead(nn.Module):
+    """w · [h; W1[parent]] + b: the logit of how much of a draft the target shares."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden_size + rank, 1)
+
+    def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[..., d], [..., r] -> fp32 [...]."""
+        return self.proj(torch.cat([hidden, rows], dim=-1))[..., 0].float()
+
+
+@register
+class DSparkHead(DraftHead):
+    """The draft head of DSpark."""
+
+    settings = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, **sizes: int) -> None:
+        super().__init__(config, **sizes)
+        self.trunk = ParallelHead(config.trunk(), **sizes)
+        self.markov_head = MarkovHead(self.vocab_size, config.markov_rank)
+        self.confidence_head = ConfidenceHead(self.hidden_size, config.markov_rank)
+        self.temperatures: tuple[float, ...] = ()  # of the confidence, by depth; see `finish`
+
+    @property
+    def depth(self) -> int:
+        return self.config.block_size
+
+    @classmethod
+    def resolve(cls, config: DSparkConfig, target: "Target") -> DSparkConfig:
+        trunk = ParallelHead.resolve(config.trunk(), target)
+        found = {name: getattr(trunk, name) for name in _SHARED}
+        return DSparkConfig.model_validate(config.model_dump() | found)
+
+    def reset(self) -> None:
+        self.trunk.reset()
+        self.markov_head.markov_w2.weight.zero_()
+        self.confidence_head.proj.weight.zero_()
+        assert self.confidence_head.proj.bias is not None
+        self.confidence_head.proj.bias.zero_()
+
+    def path_parameters(self) -> Iterable[nn.Parameter]:
+        yield from self.markov_head.parameters()
+        yield from self.confidence_head.parameters()
+
+    def shards(self) -> Iterable[nn.Module]:
+        return self.trunk.layers
+
+    def loss(
+        self,
+        batch: "Batch",
+        taps: Tensor,
+        teacher_hidden: Tensor,
+        target: "Target",
+        config: "LossConfig",
+    ) -> tuple[Tensor, Tensor]:
+        """The draft's loss, teacher-forced (a place's parent is the true token), and the
+        confidence head's, whose gradient reaches that head alone."""
+        from jetspec.training.blocks import attention_mask
+        from jetspec.training.losses import slot_losses
+        from jetspec.training.step import Statistics
+
+        # Places are slots less the last mask: blocks shorter by one.
+        block = replace(batch, weights=batch.weights[:, :, 1:])
+        hidden = self.trunk(
+            self.trunk.fuse(taps),
+            batch.positions,
+            target.embed(block.slot_ids(self.trunk.mask_token_id)),
+            block.slot_positions(),
+            attention_mask(block, causal=self.config.mask == "causal"),
+        ).flatten(0, 1)  # [R * A * D, d]
+        chosen = batch.chosen()
+        teacher = teacher_hidden.flatten(0, 1)
+        labels, weights, parents = (
+            x.flatten()[chosen] for x in (batch.labels, batch.weights, batch.parents())
+        )
+
+        def measured(
+            places: Tensor, rows: Tensor, first: int, last: int, here: slice
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """(draft loss, confidence loss, hits) of one chunk; only it has logits at a time."""
+            with torch.autocast(places.device.type, enabled=False):
+                logits = target.project(places) + self.markov_head.bias(rows.float())
+                taught = target.project(teacher[batch.teachers[first:last]])
+                shared, weight = batch.shared[here] - first, weights[here]
+                found = slot_losses(
+                    logits.detach(), taught, shared, labels[here], weight,
+                    config.terms, config.temperature,
+                )  # fmt: skip
+                # The gradient is known in closed form; this has it, and the loss as its value.
+                draft = found.loss + ((logits - logits.detach()) * found.gradient).sum()
+                # What they share, 1 - |p - q| / 2, is the chance that a token drawn from the
+                # draft is accepted.
+                share = torch.minimum(logits.detach().softmax(-1), taught.softmax(-1)[shared])
+                said = self.confidence_head(places.detach().float(), rows.detach().float())
+                truth = share.sum(-1).clamp(max=1)
+                judged = F.binary_cross_entropy_with_logits(said, truth, weight, reduction="sum")
+            return draft, judged, found.hits
+
+        # Every parameter has a gradient, even where there is no slot.
+        draft = 0 * sum(p.sum() for p in self.parameters()) + 0 * hidden.sum()
+        judged = torch.zeros((), device=hidden.device)
+        hits = [weights.new_zeros(0)]
+        for begin, end, first, last in batch.chunks:
+            here = slice(begin, end)
+            places, rows = hidden[chosen[here]], self.markov_head.rows(parents[here])
+            parts: tuple[Tensor, Tensor, Tensor] = checkpoint(
+                measured, places, rows, first, last, here, use_reentrant=False
+            )
+            draft, judged = draft + parts[0], judged + parts[1]
+            hits.append(parts[2])
+        sums = Statistics.of(batch, draft, torch.zeros_like(judged), torch.cat(hits)).sums
+        return draft + self.config.confidence_weight * judged, sums
+
+    def new_cache(self, batch: int) -> HeadCache:
+        return self.trunk.new_cache(batch)
+
+    def extend(
+        self,
+        cache: HeadCache,
+        taps: Tensor,
+        positions: Tensor,
+        valid: Tensor,
+        tokens: Tensor | None = None,
+    ) -> None:
+        self.trunk.extend(cache, taps, positions, valid, tokens)
+
+    def places(
+        self, cache: HeadCache, anchors: Tensor, embed: Callable[[Tensor], Tensor], depth: int
+    ) -> Tensor:
+        """The block behind each anchor: states [B, depth, d], place t names the token at t + 1."""
+        count = depth if self.config.mask == "causal" else max(depth, self.depth)
+        ids = torch.full((len(anchors), count), self.trunk.mask_token_id, device=anchors.device)
+        ids[:, 0] = anchors
+        positions = cache.lengths[:, None] + torch.arange(count, device=anchors.device)
+        return self.trunk.draft_hidden(cache, embed(ids), positions)[:, :depth]
+
+    @torch.no_grad()
+    def draft(
+        self,
+        cache: HeadCache,
+        anchors: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        width: int,
+        depth: int | None = None,
+    ) -> Draft:
+        """Candidates of every place, and edges from each to each.
+
+        A place's candidates are its best behind the greedy chain's token, whose row is therefore
+        exact; the rows of other parents are normalised to the same mass over these candidates.
+        """
+        hidden = self.places(cache, anchors, embed, self.depth if depth is None else depth)
+        slot_logits = logits(hidden)  # [B, D, V]
+        width = min(width, slot_logits.shape[-1])
+        tokens, mass, parent = [], [], anchors
+        for place in slot_logits.unbind(1):
+            log_q = (place + self.markov_head.bias(self.markov_head.rows(parent))).log_softmax(-1)
+            best, found = log_q.topk(width, dim=-1)  # [B, K]
+            tokens.append(found)
+            mass.append(best.logsumexp(-1))
+            parent = found[:, 0]
+        candidates, kept = torch.stack(tokens, 1), torch.stack(mass, 1)[..., None, None]
+        parents = torch.cat([anchors[:, None, None].expand(-1, 1, width), candidates[:, :-1]], 1)
+        rows = self.markov_head.rows(parents)  # [B, D, K, r]
+        bias = self.markov_head.pairs(rows, candidates)
+        edges = (slot_logits.gather(2, candidates)[:, :, None] + bias).log_softmax(-1) + kept
+        # Rounding must not make a child likelier than its parent: builders rely on that.
+        edges = edges.clamp(max=0)
+        said = self.confidence_head(hidden[:, :, None].expand(-1, -1, width, -1), rows)
+        confidence = torch.sigmoid(said / self._temperatures(said)[:, None])
+        if self.config.scores == "probability":
+            return Draft(candidates, edges, confidence)
+        return Draft(candidates, survival_edges(edges, confidence))
+
+    @torch.no_grad()
+    def chain(
+        self,
+        cache: HeadCache,
+        anchors: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The greedy chain: tokens long [B, D] and uncalibrated confidence logits [B, D]."""
+        hidden = self.places(cache, anchors, embed, self.depth)
+        tokens, said, parent = [], [], anchors
+        for state, place in zip(hidden.unbind(1), logits(hidden).unbind(1), strict=True):
+            rows = self.markov_head.rows(parent)
+            said.append(self.confidence_head(state, rows))
+            parent = (place + self.markov_head.bias(rows)).argmax(-1)
+            tokens.append(parent)
+        return torch.stack(tokens, 1), torch.stack(said, 1)
+
+    def finish(
+        self, target: "Target", corpus: "Corpus", heldout: np.ndarray, states: "HiddenStates"
+    ) -> None:
+        """Calibrate the confidence on the chains of held-out rounds, depth by depth."""
+        from jetspec.training.calibration import chain_rounds
+        from jetspec.trees.scores import fit_calibration
+
+        said, accepted, depths = chain_rounds(self, target, corpus, heldout, states)
+        self.temperatures = fit_calibration(F.logsigmoid(said.double()), accepted, depths)
+
+    def _temperatures(self, like: Tensor) -> Tensor:
+        """[D]; depths beyond the calibrated ones take the last."""
+        depth = like.shape[1]
+        known = self.temperatures or (1.0,)
+        return like.new_tensor([*known, *[known[-1]] * depth][:depth])
+
+    def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
+        """Format C (DSpark's own), with our settings and calibration beside it."""
+        from jetspec.heads.formats import layer_config
+
+        state = {name.removeprefix(_TRUNK): t for name, t in self.state_dict().items()}
+        write_tensors(join(directory, WEIGHTS), state, dtype)
+        config = {
+            **layer_config(self.trunk, dtype),
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": self.config.block_size,
+            "causal": self.config.mask == "causal",
+            "confidence_head_with_markov": True,
+            "enable_confidence_head": True,
+            "markov_head_type": "vanilla",
+            "markov_rank": self.config.markov_rank,
+            "mask_token_id": self.trunk.mask_token_id,
+            "num_target_layers": self.num_target_layers,
+            "sample_from_anchor": True,
+            "target_layer_ids": list(self.taps),
+            OWN: self.config.model_dump(mode="json"),
+            _CALIBRATION: list(self.temperatures),
+            "jetspec_training": record,
+        }
+        write_json(join(directory, CONFIG), config)
+
+    @classmethod
+    def load(cls, raw: dict[str, Any], directory: str) -> Self:
+        place = join(directory, CONFIG)
+        try:
+            config = cls.settings.model_validate(raw[OWN])
+            sizes = {k: int(raw[k]) for k in ("hidden_size", "vocab_size", "num_target_layers")}
+            temperatures = tuple(float(t) for t in raw.get(_CALIBRATION, ()))
+        except (ValidationError, KeyError, TypeError, ValueError) as error:
+            found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+            raise JetspecError("head", place, f"is no DSpark head's ({found})") from error
+        head = cls(config, **sizes)
+        names = {name.removeprefix(_TRUNK): name for name in head.state_dict()}
+        state = {names.get(name, name): t for name, t in read_weights(directory).items()}
+        load_state(head, state, set(names.values()), directory)
+        head.temperatures = temperatures
+        return head.eval()
+
+
+def survival_edges(edges: Tensor, confidence: Tensor) -> Tensor:
+    """Each parent's best child gets the confidence as its probability, the others what is left of
+    one, in the proportion they had.
+
+    Args:
+        edges: log q [..., K]; confidence: [...], the chance that the best child is the target's.
+    """
+    sure = confidence.float().clamp(1e-4, 1 - 1e-4)[..., None]
+    top, best = edges.max(-1, keepdim=True)
+    rest = torch.log1p(-top.exp().clamp(max=1 - 1e-6))
+    others = (edges + (torch.log1p(-sure) - rest)).clamp(max=0)
+    return others.scatter(-1, best, sure.log())
