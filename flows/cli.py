@@ -13,7 +13,7 @@ from jetspec.cli import AsJson, HeadDir, OneLineErrors, Overrides, emit
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
 
-_RUN_HELP = "A preset (quickstart, default, nightly) or the path of a run file (YAML)."
+_RUN_HELP = "A preset (quickstart, default, nightly, ablations) or the path of a run file (YAML)."
 _MAKE, _KEEP, _LOOK, _SERVE = "Make a head", "Keep or replace it", "Look", "Services"
 _MORE = {"help_option_names": ["-h", "--help"]}
 
@@ -70,21 +70,34 @@ def run(
 ) -> None:
     """Regenerate, train, evaluate and promote: the whole pipeline, in this process.
 
-    A rerun takes up what is there. While `jetspec up` runs, Prefect's page shows it.
+    `jetspec run ablations` makes and compares variants instead, and writes a report. A rerun takes
+    up what is there. While `jetspec up` runs, Prefect's page shows it.
     """
-    config = _resolve(run, set)
+    from flows.ablation_config import is_ablation, load_ablation
+
+    comparing = is_ablation(run)
+    if comparing and only_if_target_changed:
+        raise JetspecError("--only-if-target-changed", run, "an ablation has no champion; leave it")
+    config = load_ablation(run, set or ()).base_run() if comparing else _resolve(run, set)
     from flows import service
 
     api = service.prepare_environment(config.storage)
     if deployed:
         if api is None:
             raise JetspecError("--deployed", run, "no Prefect server; start one with `jetspec up`")
-        raise typer.Exit(service.follow_deployment(run, set or []))
+        flow = service.ABLATIONS if comparing else service.FLOW
+        raise typer.Exit(service.follow_deployment(run, set or [], flow=flow))
     from flows.quiet import one_line_failures
-    from flows.regen_train_eval import regen_train_eval
 
     with one_line_failures(to_stderr=as_json):
-        result = regen_train_eval(run, list(set or ()), only_if_target_changed)
+        if comparing:
+            from flows.ablations import ablations
+
+            result = ablations(run, list(set or ()))
+        else:
+            from flows.regen_train_eval import regen_train_eval
+
+            result = regen_train_eval(run, list(set or ()), only_if_target_changed)
     if as_json:
         emit(result, as_json)
 

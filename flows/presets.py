@@ -19,10 +19,19 @@ def resolve_run(run: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         JetspecError: neither exists, or the file is not a valid run.
     """
-    if run.endswith((".yaml", ".yml")) or "/" in run:
+    if _is_path(run):
         return load_config(run, overrides)
-    preset = _RUNS / f"{run}.yaml"
+    preset = preset_path(run)
     if not preset.is_file():
         names = ", ".join(preset_names())
         raise JetspecError("run", run, f"no such preset (there are: {names}) or .yaml file")
-    return load_config(Path(str(preset)), overrides)
+    return load_config(preset, overrides)
+
+
+def preset_path(run: str) -> Path:
+    """The file that `run` names, whether it is there or not."""
+    return Path(run) if _is_path(run) else Path(str(_RUNS / f"{run}.yaml"))
+
+
+def _is_path(run: str) -> bool:
+    return run.endswith((".yaml", ".yml")) or "/" in run

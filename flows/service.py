@@ -35,6 +35,7 @@ from jetspec.errors import JetspecError
 HOST = "127.0.0.1"
 POOL = "jetspec"
 FLOW = "regen-train-eval"
+ABLATIONS = "ablations"
 START_TIMEOUT_S = 120.0
 
 # Nothing here reports home.
@@ -208,9 +209,9 @@ def prepare_environment(storage: str) -> str | None:
     return url
 
 
-def follow_deployment(name: str, overrides: Sequence[str] = ()) -> int:
+def follow_deployment(name: str, overrides: Sequence[str] = (), *, flow: str = FLOW) -> int:
     """Queue a run of the deployment `name` and watch it; the exit status of the watching."""
-    command = [sys.executable, "-m", "prefect", "deployment", "run", f"{FLOW}/{name}", "--watch"]
+    command = [sys.executable, "-m", "prefect", "deployment", "run", f"{flow}/{name}", "--watch"]
     if overrides:
         command += ["--param", f"overrides={json.dumps(list(overrides))}"]
     return subprocess.run(command, check=False).returncode
@@ -268,7 +269,7 @@ def _deploy(api: str, project: Path, storage: str) -> None:
         raise JetspecError("deploy", "failed", f"read {log}{last_line(str(log))}")
     if Path(storage) == project / RunConfig.model_fields["storage"].default:
         return
-    found = _call(f"{api}/deployments/filter", {"flows": {"name": {"any_": [FLOW]}}})
+    found = _call(f"{api}/deployments/filter", {"flows": {"name": {"any_": [FLOW, ABLATIONS]}}})
     for deployment in found:
         parameters = {**deployment["parameters"], "overrides": [f"storage={storage}"]}
         _call(f"{api}/deployments/{deployment['id']}", {"parameters": parameters}, "PATCH")

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from jetspec.errors import JetspecError
+from jetspec.heads.shipped import head_directory
 
 _UNWRITABLE = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT}
 INTERRUPTED = 130
@@ -49,7 +50,14 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script, nothing else.")]
-HeadDir = Annotated[str, typer.Argument(metavar="HEAD", help="A head directory or its URI.")]
+HeadDir = Annotated[
+    str,
+    typer.Argument(
+        metavar="HEAD",
+        help="A head directory, its URI, or `shipped`: the one that comes with the package.",
+        callback=head_directory,
+    ),
+]
 Budgets = Annotated[
     str | None,
     typer.Option(metavar="N,N,...", help="Tree budgets, e.g. 16,64,256; by default the run's."),
@@ -115,7 +123,8 @@ def train(
 
     with join_world() as world:
         report = show_metrics if world.rank == 0 and not as_json else ignore
-        warm_start = config.training.warm_start
+        start = config.training.warm_start
+        warm_start = None if start is None else head_directory(start)
         result = distil_head(config, samples, warm_start=warm_start, world=world, report=report)
     if world.rank == 0:
         emit(result, as_json)
@@ -337,9 +346,10 @@ def show_theory(
     """Measure, predict, and print the page or its facts; `arguments` are those of `study`."""
     from jetspec.theory.study import study
 
-    sizes = {"budgets": numbers("--budgets", budgets), "batches": numbers("--batches", batches)}
+    arguments["budgets"] = numbers("--budgets", budgets)
+    arguments["batches"] = numbers("--batches", batches)
     with progress("measuring", as_json) as advance:
-        facts = study(config, listen=advance, **sizes, **arguments)
+        facts = study(config, listen=advance, **arguments)
     if as_json:
         emit(facts, as_json)
         return

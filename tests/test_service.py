@@ -217,10 +217,11 @@ def test_a_profile_left_by_a_dead_server_is_not_used(
 def test_deployments_are_those_the_documentation_names() -> None:
     project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     deployments = {d["name"]: d for d in project["deployments"]}
-    assert set(deployments) == {"default", "nightly"}
-    for deployment in deployments.values():
+    assert set(deployments) == {"default", "nightly", "ablations"}
+    for name, deployment in deployments.items():
         path, function = deployment["entrypoint"].split(":")
-        assert f'@flow(name="{service.FLOW}"' in (ROOT / path).read_text().replace("\n    ", "")
+        flow = service.ABLATIONS if name == "ablations" else service.FLOW
+        assert f'@flow(name="{flow}"' in (ROOT / path).read_text().replace("\n    ", "")
         assert f"def {function}(" in (ROOT / path).read_text()
         assert deployment["work_pool"]["name"] == service.POOL
     nightly = deployments["nightly"]
@@ -236,6 +237,10 @@ def test_after_up_the_documented_commands_start_runs(tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "flows").mkdir(parents=True)
     (project / "flows" / "regen_train_eval.py").write_text(STUB_FLOW)
+    other = STUB_FLOW.replace("regen-train-eval", "ablations").replace(
+        "regen_train_eval", "ablations"
+    )
+    (project / "flows" / "ablations.py").write_text(other)
     shutil.copy(ROOT / "prefect.yaml", project)
     runs = tmp_path / "runs"
     environment = {
