@@ -21,7 +21,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import dependent, enter
+from kernels.launch import (
+    LANES,
+    Ahead,
+    ahead_arguments,
+    ahead_options,
+    dependent,
+    enter,
+    read_ahead,
+)
 
 MERGE = 8
 """Splits merged at once; a constant of the reduction order, not a tuning knob."""
@@ -117,11 +125,17 @@ def _tile_words(bits, first, WORDS: tl.constexpr, node_ok, chunk: tl.constexpr):
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, counts_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
-    scale, max_pages, nodes, batch,
+    scale, max_pages, nodes, batch, ahead_ptr, ahead_rows, ahead_bytes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if AHEAD != "":
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        program = program * tl.num_programs(0) + tl.program_id(0)
+        read_ahead(ahead_ptr, ahead_rows, ahead_bytes, program, programs, AHEAD, LANES)
     enter(PDL)
     tiles_of_rows = tl.cdiv(nodes * GROUP, ROWS)
     row_tile = tl.program_id(0) % tiles_of_rows
@@ -265,6 +279,7 @@ def tree_attention(
     exact: bool = False,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v under the tree's mask, [B, N, heads, head_dim].
 
@@ -282,6 +297,7 @@ def tree_attention(
         split, max_splits: other cuts than `splits_for` gives. With `max_splits` large they lie at
             multiples of `split` whatever the length.
         exact: cuts that do not depend on the number of nodes.
+        ahead: the weight that the result is multiplied by.
 
     Raises:
         ValueError: shapes that the kernel has no path for.
@@ -315,10 +331,12 @@ def tree_attention(
         prefix_lengths if ancestor_bits is None else ancestor_bits,
         workspace.out, workspace.top, workspace.total,
         scale * 1.4426950408889634, page_table.shape[1], nodes, batch,
+        *ahead_arguments(ahead, q),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
         ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
-        num_warps=plan.warps, num_stages=plan.stages, **dependent(),
+        LANES=LANES, num_warps=plan.warps, num_stages=plan.stages,
+        **ahead_options(ahead), **dependent(),
     )  # fmt: skip
     _merge[(batch * nodes * heads,)](
         workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.launch import Ahead
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
 from kernels.rope import qkv_to_cache
@@ -47,10 +48,18 @@ class Products:
         exact: one reduction order whatever the number of rows, so that a row's bits do not depend
             on how many rows share the pass.
         small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
+        ahead: bytes of every weight row that the kernel before a product of cuBLAS fetches.
     """
 
     exact: bool = False
     small_rows: int = 32
+    ahead: int = 1024
+
+    def fetch(self, rows: int, weight: Tensor) -> Ahead | None:
+        """What the kernel before this weight's product should fetch; ours reads ahead itself."""
+        if not self.ahead or self.exact or rows <= self.small_rows:
+            return None
+        return Ahead(weight, min(self.ahead, weight.shape[1] * weight.element_size()))
 
     def ours(self, x: Tensor, weight: Tensor) -> bool:
         if self.exact:
@@ -144,9 +153,13 @@ def run_layer(
     attended = tree_attention(
         q.view(rows.batch, rows.nodes, layer.heads, -1), keys, values, rows.table, rows.prefix,
         rows.counts, rows.bits, max_context=rows.max_context,
-        exact=products.exact,
+        exact=products.exact, ahead=products.fetch(len(q), layer.out),
     )  # fmt: skip
     x = product(attended.view(len(q), -1), layer.out, products)
-    normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
-    gated = silu_mul(product(normed, layer.gate_up, products), dtype=normed.dtype)
+    normed, residual = add_rms_norm(
+        x, residual, layer.post_norm, layer.eps, products.fetch(len(q), layer.gate_up)
+    )
+    gated = silu_mul(
+        product(normed, layer.gate_up, products), normed.dtype, products.fetch(len(q), layer.down)
+    )
     return product(gated, layer.down, products), residual

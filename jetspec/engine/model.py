@@ -166,7 +166,9 @@ def run_layers(
     residual: Tensor | None = None
     outputs = {}
     for index, layer in enumerate(layers):
-        normed, residual = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+        normed, residual = add_rms_norm(
+            x, residual, layer.input_norm, layer.eps, products.fetch(x.shape[-2], layer.qkv)
+        )
         if index - 1 in taps:
             outputs[index - 1] = residual
         x, residual = run_layer(layer, normed, residual, *cache.layer(index), rope, rows, products)

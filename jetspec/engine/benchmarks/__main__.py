@@ -17,11 +17,13 @@ ROWS = [
     "tree_b1_255", "tree_b16_16", "tree_b16_32",
 ]  # fmt: skip
 FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512, 528)
+FETCHED = (0, 512, 2048)
 CONTEXTS = (4096, 16384, 32768)
 KIND_ROWS = {
     "plans": ["ar_b1", "tree_b1_16"],
     "exact": ["ar_b1", "ar_b16", "tree_b1_64", "tree_b1_128"],
     "ours": ["ar_b1", "ar_b16", "chain_b1", "tree_b1_16", "tree_b1_64"],
+    "fetch": ["tree_b1_64", "tree_b1_128", "tree_b1_255", "tree_b16_16"],
 }
 TABLES = (
     "rows",
@@ -30,6 +32,7 @@ TABLES = (
     "kernels",
     "overlap",
     "ours",
+    "fetch",
     "plans",
     "exact",
     "floors",
@@ -58,7 +61,7 @@ def main() -> int:
         return 2
     if args.compile:
         jobs = [(name, "plain") for name in args.rows]
-        jobs += [(name, kind) for kind in ("plans", "exact", "ours") if kind in args.tables
+        jobs += [(name, kind) for kind in ("plans", "exact", "ours", "fetch") if kind in args.tables
                  for name in KIND_ROWS[kind]]  # fmt: skip
         with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
             pool.map(_attempt, jobs, chunksize=1)
@@ -93,6 +96,9 @@ def _compile(name: str, kind: str) -> None:
         for plans in PLANS:
             with planned(*plans):
                 engine_for(name, target, head).round.run()
+    elif kind == "fetch":
+        for count in FETCHED:
+            engine_for(name, target, head, products=Products(ahead=count)).round.run()
     else:
         products = Products(exact=kind == "exact", small_rows=128)
         engine_for(name, target, head, products=products).round.run()
@@ -183,6 +189,17 @@ class Runner:
                 products = Products(small_rows=most)
                 for row in measure([name], self.target, self.head, products=products):
                     self._keep(out, row | {"small_rows": most})
+
+    def fetch(self, out: list[dict[str, object]]) -> None:
+        """Weights fetched ahead of cuBLAS's products, by bytes of a row."""
+        from jetspec.engine.benchmarks.rows import measure
+        from jetspec.engine.layers import Products
+
+        for name in KIND_ROWS["fetch"]:
+            for count in FETCHED:
+                products = Products(ahead=count)
+                for row in measure([name], self.target, self.head, products=products):
+                    self._keep(out, row | {"fetched_bytes_a_row": count})
 
     def plans(self, out: list[dict[str, object]]) -> None:
         """Launch shapes of our product, in whole rounds."""
