@@ -10,17 +10,27 @@ from jetspec import storage
 from jetspec.diagnostics.diagnose import diagnose
 from jetspec.diagnostics.gap import branch_log_p, gap_summary, rank1_gaps, top_branches
 from jetspec.diagnostics.log import DraftLog, log_drafts
-from jetspec.diagnostics.measures import after_sibling, by_depth, calibration, reliability, walk
+from jetspec.diagnostics.measures import (
+    after_sibling,
+    by_depth,
+    calibration,
+    fitted_settings,
+    reliability,
+    walk,
+)
 from jetspec.diagnostics.proposals import stored
 from jetspec.diagnostics.report import diagnosis_view, glance_rows, write_figures
 from jetspec.diagnostics.simulate import agreed_depth, beaten_by, oracle, simulate
 from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import replay_tau
+from jetspec.heads.config import parse_head
+from jetspec.heads.registry import new_head
 from jetspec.training.config import TrainingConfig
 from jetspec.training.loop import train
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
+from jetspec.trees.scores import fit_calibration
 from tests.answers import greedy_samples, sample
 from tests.tiny import random_draft, tiny_head, tiny_target
 from tests.workspace import Workspace, one_line
@@ -63,6 +73,18 @@ def heads(target, samples, tmp_path_factory):
     slot = copy.deepcopy(path)
     slot.edges = None
     return {"path": path, "slot": slot}
+
+
+KINDS = {
+    "parallel": {"num_layers": 1, "block_size": 4, "num_taps": 2},
+    "rescore": {"num_layers": 1, "block_size": 4, "num_taps": 2, "rescore": "shared"},
+    "lattice": {
+        "num_layers": 1, "block_size": 4, "num_taps": 2,
+        "edges": "lattice", "edge_rank": 4, "edge_layers": 1, "edge_width": 32,
+    },
+    "eagle3": {"kind": "eagle3", "block_size": 4, "num_taps": 2, "beam": 3},
+    "dspark": {"kind": "dspark", "block_size": 3, "num_layers": 1, "num_taps": 2, "markov_rank": 4},
+}  # fmt: skip
 
 
 class TreeHead:
@@ -272,6 +294,36 @@ def test_the_gap_is_the_drafts_certainty_less_the_targets(target, logs, samples)
     assert gap_summary(torch.zeros(0), log.depth)["median"] is None
 
 
+def test_fitted_rates_are_how_often_a_rank_was_right_below_accepted_nodes(logs):
+    log = logs["slot"]
+    simulation = simulate(log, TREES[2])
+    walks = walk(log, simulation.rows)
+    fitted = fitted_settings(log, simulation)
+    where = walks.asked & (simulation.accepted[:, None] >= torch.arange(log.depth))
+    first = float((walks.ranks[where] == 0).float().mean())
+    assert fitted["rank_rates"][0] == pytest.approx(first, abs=1e-4)
+    tree = TreeConfig(builder="static", budget=12, width=WIDTH, rank_rates=fitted["rank_rates"])
+    assert simulate(log, tree).tau(**DRAWS).value > 1
+    edges = log.proposals.edge_scores[simulation.rows, 0, 0].flatten()
+    truth = log.truth[simulation.rows, 0]
+    hits = (log.proposals.tokens[simulation.rows, 0] == truth[:, None]).flatten()
+    alone = fit_calibration(edges, hits, torch.ones_like(hits, dtype=torch.long))
+    assert fitted["calibration"][0] == pytest.approx(alone[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_of_head_can_be_diagnosed(target, samples, kind, tmp_path):
+    head = new_head(parse_head(KINDS[kind]), target)
+    log = log_drafts(target, head, samples[:3], width=4)
+    tree = TreeConfig(builder="best_first", budget=6, width=4)
+    assert list(simulate(log, tree).replays) == replay_tau(target, head, samples[:3], tree)
+    log.save(str(tmp_path / "drafts.npz"))
+    again = DraftLog.load(str(tmp_path / "drafts.npz"))
+    assert simulate(again, tree).replays == simulate(log, tree).replays
+    kept, loaded = stored(log.proposals), stored(again.proposals)
+    assert all(torch.equal(kept[name], loaded[name]) for name in kept)
+
+
 def test_a_beaten_tree_never_beats_what_beats_it(logs):
     simulations = [simulate(logs["path"], tree) for tree in (*TREES[:3], TREES[4])]
     verdicts = beaten_by(simulations, **DRAWS)
@@ -302,6 +354,7 @@ def test_a_diagnosis_is_a_page_with_a_meaning_for_every_figure(
         assert row["tau"] == pytest.approx(row["replayed"], abs=1e-5)
     assert [row["tree"] for row in found["predictions"]] == [
         "chain 7", "tree 4", "tree 12", "algorithm 1 4", "algorithm 1 12",
+        "survival 4", "survival 12", "static 4", "static 12",
     ]  # fmt: skip
     assert found["scoring"] == "path" and found["reference"]["tree"] == "tree 4"
     from rich.console import Console

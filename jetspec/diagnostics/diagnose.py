@@ -9,7 +9,14 @@ from typing import Any
 from jetspec.config import RunConfig, parse_config
 from jetspec.diagnostics.gap import gap_summary, rank1_gaps
 from jetspec.diagnostics.log import DraftLog, log_drafts
-from jetspec.diagnostics.measures import after_sibling, by_depth, calibration, looping, walk
+from jetspec.diagnostics.measures import (
+    after_sibling,
+    by_depth,
+    calibration,
+    fitted_settings,
+    looping,
+    walk,
+)
 from jetspec.diagnostics.report import write_figures
 from jetspec.diagnostics.simulate import Simulation, beaten_by, oracle, simulate
 from jetspec.errors import JetspecError
@@ -193,6 +200,10 @@ def diagnose(
     trees = candidate_trees(log, budgets)
     simulations = [simulate(log, tree) for tree in trees]
     reference = simulations[trees.index(reference_tree(log, budgets))]
+    fitted = fitted_settings(log, reference) if log.scoring != "tree" else {}
+    if fitted:
+        trees += fitted_trees(log, budgets, fitted)
+        simulations += [simulate(log, tree) for tree in trees[len(simulations) :]]
     best = oracle(log)
     walks = walk(log, reference.rows)
     replayed = trees if replay_all else [reference.tree]
@@ -228,6 +239,7 @@ def diagnose(
         "entropy": round(float(walks.entropy[walks.asked].mean()), 4),
         "target_entropy": round(float(log.target_entropy[reference.rows].mean()), 4),
         "calibration": calibration(log, reference, walks),
+        "settings": fitted,
     }
     return Diagnosis(facts, log)
 
@@ -242,6 +254,19 @@ def candidate_trees(log: DraftLog, budgets: Sequence[int]) -> list[TreeConfig]:
     return trees
 
 
+def fitted_trees(
+    log: DraftLog, budgets: Sequence[int], fitted: dict[str, list[float]]
+) -> list[TreeConfig]:
+    """Trees by calibrated survival, and trees of one static shape, at every budget."""
+    survival = {"builder": "best_first", "score": "survival", "calibration": fitted["calibration"]}
+    static = {"builder": "static", "rank_rates": fitted["rank_rates"]}
+    return [
+        TreeConfig.model_validate({**shape, "budget": budget, "width": log.width})
+        for shape in (survival, static)
+        for budget in sorted(set(budgets))
+    ]
+
+
 def reference_tree(log: DraftLog, budgets: Sequence[int]) -> TreeConfig:
     """The best-first tree of the middle budget: its rounds are where the head is looked at."""
     ordered = sorted(set(budgets))
@@ -252,6 +277,8 @@ def reference_tree(log: DraftLog, budgets: Sequence[int]) -> TreeConfig:
 
 def tree_label(tree: TreeConfig) -> str:
     """The tree as tables name it, e.g. `tree 64`."""
+    if tree.score == "survival" or tree.builder == "static":
+        return f"{'survival' if tree.score == 'survival' else 'static'} {tree.budget}"
     method = "chain" if tree.builder == "chain" else "tree"
     return cell_label({"method": method, "builder": tree.builder, "budget": tree.budget})
 

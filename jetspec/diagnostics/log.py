@@ -205,7 +205,7 @@ def _steps(
 def _draft(parts: dict[str, Tensor]) -> Draft:
     edges = parts["edge_scores"]
     width = parts["tokens"].shape[2]
-    return Draft(parts["tokens"], edges.expand(-1, -1, width, -1))
+    return Draft(parts["tokens"], edges.expand(-1, -1, width, -1), parts.get("confidence"))
 
 
 def _check_size(proposal: Proposal, anchors: int, limit_gb: float) -> None:

@@ -12,6 +12,8 @@ from jetspec.diagnostics.proposals import levels
 from jetspec.diagnostics.simulate import Simulation, right_nodes
 from jetspec.evaluation.statistics import ratio_interval
 from jetspec.trees.build import build_tree
+from jetspec.trees.config import TreeConfig
+from jetspec.trees.scores import fit_calibration
 
 RANKS = (1, 2, 4, 8)
 """Upper ends of the rank groups: 1, 2, 3-4, 5-8, the other candidates; then "no candidate"."""
@@ -201,6 +203,38 @@ def reliability(probabilities: Tensor, hits: Tensor, bins: int = BINS) -> dict[s
             }
         )
     return {"ece": round(error, 4) if len(hits) else None, "count": len(hits), "bins": rows}
+
+
+def fitted_settings(log: DraftLog, simulation: Simulation) -> dict[str, list[float]]:
+    """What static trees and survival scores need, from the rows whose parent was accepted.
+
+    Returns:
+        {rank_rates: how often a node's first, second, ... child is right once the node was
+        accepted, falling and above 0 as `TreeConfig` wants them; calibration: temperatures by
+        depth (`trees.scores.fit_calibration`)}.
+    """
+    edges, hits, depths, first = [], [], [], []
+    ranked = min(len(TreeConfig().rank_rates), log.width)
+    for rows, accepted in zip(
+        simulation.rows.split(_CHUNK), simulation.accepted.split(_CHUNK), strict=True
+    ):
+        truth = log.truth[rows]
+        for depth, (log_q, right) in enumerate(levels(log.propose(rows), truth)):
+            where = (accepted >= depth) & (truth[:, depth] >= 0)
+            best, order = log_q[where].sort(dim=1, descending=True, stable=True)
+            right = right[where].gather(1, order)
+            first.append(right[:, :ranked])
+            exists = best > -torch.inf
+            edges.append(best[exists])
+            hits.append(right[exists])
+            depths.append(torch.full((int(exists.sum()),), depth + 1))
+    rates = torch.cat(first).double().mean(0).clamp(min=1e-4).cummin(0).values
+    rates = rates / max(1.0, float(rates.sum()))
+    temperatures = fit_calibration(torch.cat(edges), torch.cat(hits), torch.cat(depths))
+    return {
+        "rank_rates": [round(rate, 6) for rate in rates.tolist()],
+        "calibration": [round(t, 4) for t in temperatures],
+    }
 
 
 def looping(statuses: Mapping[str, int]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ def select(proposal: Proposal, rows: Tensor) -> Proposal:
     """The proposals of `rows`, long [B]."""
     if isinstance(proposal, Tree):
         return Tree(**{name: getattr(proposal, name)[rows] for name in _TREE})
-    return Draft(proposal.tokens[rows].long(), proposal.edge_scores[rows])
+    sure = proposal.confidence
+    sure = None if sure is None else sure[rows]
+    return Draft(proposal.tokens[rows].long(), proposal.edge_scores[rows], sure)
 
 
 def stored(proposal: Proposal) -> dict[str, Tensor]:
@@ -29,7 +31,8 @@ def stored(proposal: Proposal) -> dict[str, Tensor]:
     edges = proposal.edge_scores
     shared = edges.stride(2) == 0
     edges = (edges[:, :, :1] if shared else edges).float().contiguous()
-    return {"tokens": proposal.tokens.int(), "edge_scores": edges}
+    kept = {"tokens": proposal.tokens.int(), "edge_scores": edges}
+    return kept if proposal.confidence is None else {**kept, "confidence": proposal.confidence}
 
 
 def stored_bytes(proposal: Proposal) -> int:

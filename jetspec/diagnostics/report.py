@@ -16,7 +16,8 @@ Facts = Mapping[str, Any]
 
 def diagnosis_view(facts: Facts) -> Group:
     """The whole page for the terminal, within 80 columns."""
-    return Group(glance_table(facts), "", depth_table(facts), "", prediction_table(facts))
+    parts: list[Any] = [glance_table(facts), "", depth_table(facts), "", prediction_table(facts)]
+    return Group(*parts, *settings_lines(facts))
 
 
 def glance_table(facts: Facts) -> Table:
@@ -106,10 +107,21 @@ def prediction_table(facts: Facts) -> Table:
         table.add_row(*cells, style=style)
     table.caption = (
         "head expects: tau if its probabilities were the target's. Not worth measuring: another "
-        "of no larger budget commits as much on these answers."
+        "of no larger budget commits as much on these answers. survival and static trees use the "
+        "settings below."
     )
     table.caption_justify = "left"
     return table
+
+
+def settings_lines(facts: Facts) -> list[str]:
+    """What was fitted, as settings of a run file."""
+    if not facts["settings"]:
+        return []
+    lines = ["", "Fitted on these answers, for `evaluation` in a run file:"]
+    for name, values in facts["settings"].items():
+        lines.append(f"  {name}: [{', '.join(f'{value:g}' for value in values)}]")
+    return lines
 
 
 def write_figures(facts: Facts, directory: str | Path) -> list[Path]:
