@@ -97,7 +97,7 @@ class HeadConfig(HeadSettings):
     conv_rank: int = Field(0, ge=0)
     rescore: Literal["none", "shared", "own"] = "none"
     rescore_layers: int = Field(1, ge=1)
-    rescore_nodes: int = Field(256, ge=1)
+    rescore_nodes: int = Field(128, ge=1)
 
     @property
     def producer(self) -> str | None:
