@@ -10,10 +10,11 @@ from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
 from jetspec.trees.drawn import Draws
+from jetspec.trees.tree import Tree
 from jetspec.verify import verify_residual, walk
 from tests.chi_square import BIASED, LOSSLESS, p_value
 
-VOCAB, ROUNDS = 6, 12_000
+VOCAB, ROUNDS = 6, 8_000
 # After token t the target writes by row t; the draft is wrong in every way it can be: it lacks
 # token 5, adores token 0 and has no idea of token 3.
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 1.3
@@ -28,20 +29,26 @@ SHAPES = {
 }
 
 
-def the_draft(rounds, *, path):
-    """Two slots over tokens 0 to 4; with `path` the second slot's rows differ by parent."""
+def the_draft(rounds, form="slot"):
+    """Two slots over tokens 0 to 4, the second one's rows equal (`slot`) or not (`path`); `tree` is
+    all of `path` as a scored tree, as some heads draft it."""
     logits = DRAFT_LOGITS[:, None].expand(-1, 5, -1).clone()
-    if path:
+    if form == "tree":
+        whole = the_draft(1, "path")
+        tree = build_tree(whole, torch.tensor([ANCHOR]), TreeConfig(budget=1000))
+        fields = (tree.tokens, tree.parents, tree.depths, tree.scores, tree.sizes)
+        return Tree(*(field.expand(rounds, *field.shape[1:]) for field in fields))
+    if form == "path":
         logits[1] += torch.randn(5, 5, generator=torch.Generator().manual_seed(2))
     tokens = torch.arange(5).expand(rounds, 2, -1)
     return Draft(tokens, logits.log_softmax(-1).expand(rounds, -1, -1, -1))
 
 
-def one_round(shape, params, *, rule=verify_residual, path=True, rounds=ROUNDS, first=0):
+def one_round(shape, params, *, rule=verify_residual, form="path", rounds=ROUNDS, first=0):
     """(tree, acceptance) of `rounds` requests that all stand at the same anchor."""
     keys, anchors = request_keys(range(first, first + rounds)), torch.full((rounds,), ANCHOR)
     draws = Draws(params.temperature, params.seed, keys, torch.full((rounds,), 10))
-    tree = build_tree(the_draft(rounds, path=path), anchors, SHAPES[shape], draws)
+    tree = build_tree(the_draft(rounds, form), anchors, SHAPES[shape], draws)
     return tree, rule(tree, TARGET[tree.tokens], params, 10 + tree.depths, keys)
 
 
@@ -65,11 +72,11 @@ def round_p_value(shape, params, **settings):
     return min(values)
 
 
-@pytest.mark.parametrize("path", [False, True], ids=["slot", "path"])
+@pytest.mark.parametrize("form", ["slot", "path", "tree"])
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_round_commits_what_the_target_would_have_written(shape, temperature, path):
-    assert round_p_value(shape, SamplingParams(temperature, seed=3), path=path) > LOSSLESS / 10
+def test_a_round_commits_what_the_target_would_have_written(shape, temperature, form):
+    assert round_p_value(shape, SamplingParams(temperature, seed=3), form=form) > LOSSLESS / 10
 
 
 def faulty(fault):
@@ -126,16 +133,18 @@ def test_candidates_that_are_ranked_instead_of_drawn_fail_the_same_test(monkeypa
     assert round_p_value("siblings", SamplingParams(temperature=1.0)) < BIASED
 
 
+@pytest.mark.parametrize("form", ["path", "tree"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_drawn_tree_is_a_tree_of_the_shape_asked_for(shape):
-    tree, _ = one_round(shape, SamplingParams(temperature=1.0), rounds=20)
+def test_a_drawn_tree_is_a_tree_of_the_shape_asked_for(shape, form):
+    tree, _ = one_round(shape, SamplingParams(temperature=1.0), rounds=20, form=form)
     tree.validate()
     sizes = {"one": 2, "chain": 3, "siblings": 4, "all": 31, "tree": 8}
     assert tree.sizes.tolist() == [sizes[shape]] * 20
 
 
-def test_siblings_are_drawn_from_q_without_replacement():
-    tree, _ = one_round("siblings", SamplingParams(temperature=1.0), path=False)
+@pytest.mark.parametrize("form", ["slot", "tree"])
+def test_siblings_are_drawn_from_q_without_replacement(form):
+    tree, _ = one_round("siblings", SamplingParams(temperature=1.0), form=form)
     q = DRAFT_LOGITS[0].softmax(-1).double()
     first, second, third = tree.tokens[:, 1:].unbind(1)
     assert not ((first == second) | (first == third) | (second == third)).any()
@@ -154,6 +163,22 @@ def test_a_single_candidate_is_accepted_as_often_as_p_and_q_overlap():
         rate = (acceptance.lengths == 2).double().mean().item()
         assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.015)
         assert torch.all(tree.tokens[:, 1] < 5)
+
+
+@pytest.mark.parametrize("shape", ["siblings", "all", "tree"])
+def test_a_static_tree_is_the_same_from_slots_and_from_a_scored_tree(shape):
+    anchors = torch.tensor([ANCHOR])
+    trees = [build_tree(the_draft(1, form), anchors, SHAPES[shape]) for form in ("path", "tree")]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    assert torch.equal(trees[0].parents, trees[1].parents)
+    assert torch.allclose(trees[0].scores, trees[1].scores, atol=1e-6)
+    trees[1].validate()
+
+
+def test_widths_of_single_depths_are_refused_for_a_scored_tree():
+    config = TreeConfig(builder="static", widths=(2,))
+    with pytest.raises(JetspecError, match="tree.widths"):
+        build_tree(the_draft(1, "tree"), torch.tensor([ANCHOR]), config)
 
 
 def test_more_siblings_are_accepted_more_often():
@@ -188,7 +213,7 @@ def test_what_a_round_commits_depends_on_its_key_and_not_on_its_company():
 
 def test_without_a_candidate_the_bonus_is_plain_samplings():
     rounds, keys = 50, request_keys(range(50))
-    draft = the_draft(rounds, path=False)
+    draft = the_draft(rounds)
     nothing = Draft(draft.tokens, torch.full_like(draft.edge_scores, -torch.inf))
     params, anchors = SamplingParams(temperature=1.0), torch.full((rounds,), ANCHOR)
     places = torch.full_like(keys, 10)

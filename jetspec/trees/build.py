@@ -16,8 +16,9 @@ from torch import Tensor
 from jetspec.errors import JetspecError
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
-from jetspec.trees.drawn import Draws, Proposal, draw_order
+from jetspec.trees.drawn import Draws, SlotProposal, draw_order
 from jetspec.trees.prune import prune_tree
+from jetspec.trees.regrow import regrow_tree
 from jetspec.trees.scores import order_edges
 from jetspec.trees.tree import Tree
 
@@ -50,10 +51,13 @@ def build_tree(
         JetspecError: the draft is a tree, and settings ask for what only slots can give.
     """
     if isinstance(draft, Tree):
-        if draws or config.widths:
-            name, value = ("rule", "residual") if draws else ("tree.widths", config.widths)
-            raise JetspecError(name, value, "this head drafts whole trees, not slots; leave it out")
-        return prune_tree(draft, config)
+        if config.widths:
+            raise JetspecError("tree.widths", config.widths, "this head drafts trees, not slots")
+        if draws is None and config.builder != "static":
+            return prune_tree(draft, config)
+        shape = SHAPES[config.builder](config, int(draft.depths.max()), config.width)
+        parents, numbers, depths = (field[0] for field in shape[:3])
+        return regrow_tree(draft, config, (parents, numbers, depths), draws)
     draft = draft.narrow(config.width, config.depth, config.widths)
     if draws is None:
         nodes, log_q = BUILDERS[config.builder](draft, config), None
@@ -71,7 +75,7 @@ def build_tree(
         depths=depths,
         scores=_cumulative(draft, parents, ranks, depths).masked_fill(~real, -torch.inf),
         sizes=nodes.sizes,
-        proposal=None if log_q is None else Proposal(draft.tokens, log_q, ranks),
+        proposal=None if log_q is None else SlotProposal(draft.tokens, log_q, ranks),
     )
 
 

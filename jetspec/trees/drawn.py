@@ -32,8 +32,8 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """What the children of a drawn tree's nodes came from: draws without replacement.
+class SlotProposal:
+    """`tree.Proposal` over slots: a node's children came from its row of log q.
 
     Attributes:
         tokens: long [B, D, K], each slot's candidates.
@@ -47,12 +47,7 @@ class Proposal:
     ranks: Tensor
 
     def distribution(self, nodes: Tensor, depths: Tensor, vocab_size: int) -> Tensor:
-        """q float64 [B, V] that the children of one node a row were drawn from.
-
-        Args:
-            nodes: long [B]; depths: long [B], theirs. A node in the last slot has no children, and
-                what is returned for it means nothing.
-        """
+        """See `tree.Proposal`."""
         rows = torch.arange(len(nodes), device=nodes.device)
         slots = depths.clamp(max=self.tokens.shape[1] - 1)
         q = self.log_q[rows, slots, self.ranks[rows, nodes]].exp()  # [B, K]
@@ -61,8 +56,10 @@ class Proposal:
 
 
 def draw_order(draft: Draft, draws: Draws) -> tuple[Tensor, Tensor]:
-    """(log_q as in `Proposal`, keys), both [B, D, K, K]: a parent's children in descending order
-    of their keys are draws without replacement from its row of q (Gumbel top-k).
+    """(log_q as in `SlotProposal`, keys), both [B, D, K, K].
+
+    A parent's children in descending order of their keys are draws without replacement from its row
+    of q (Gumbel top-k).
 
     Two nodes of one slot with the same candidate share their draws. Verification visits one node a
     slot, so what it sees is independent along the path.

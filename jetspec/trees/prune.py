@@ -30,7 +30,7 @@ def prune_tree(tree: Tree, config: TreeConfig) -> Tree:
         raise JetspecError(
             "tree.builder", config.builder, f"this head's trees take {', '.join(PRUNERS)}"
         )
-    return keep_nodes(tree, PRUNERS[config.builder](tree, _allowed(tree, config), config))
+    return keep_nodes(tree, PRUNERS[config.builder](tree, allowed_nodes(tree, config), config))
 
 
 def keep_nodes(tree: Tree, keep: Tensor) -> Tree:
@@ -91,7 +91,7 @@ def popped_nodes(tree: Tree, allowed: Tensor, config: TreeConfig) -> Tensor:
     return keep
 
 
-def _allowed(tree: Tree, config: TreeConfig) -> Tensor:
+def allowed_nodes(tree: Tree, config: TreeConfig) -> Tensor:
     """bool [B, N + 1]: draft nodes within the depth whose whole path lies in the width."""
     allowed = tree.valid() & (tree.depths > 0)
     if config.depth is not None:

@@ -1,11 +1,22 @@
 """The draft tree: one flat record that builders write and verification reads."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from jetspec.trees.drawn import Proposal
+
+class Proposal(Protocol):
+    """What a drawn tree's nodes came from: draws without replacement under each node."""
+
+    def distribution(self, nodes: Tensor, depths: Tensor, vocab_size: int) -> Tensor:
+        """q float64 [B, V] that the children of one node a row were drawn from.
+
+        Args:
+            nodes: long [B]; depths: long [B], theirs. For a node at the deepest level, which can
+                have no children, what is returned means nothing.
+        """
 
 
 @dataclass(frozen=True)
