@@ -10,6 +10,7 @@ from jetspec.evaluation.config import EvaluationConfig
 from jetspec.storage import content_hash
 
 BASELINES = ("plain", "hf_eager")
+_BUILDERS = {"best_first": "tree", "algorithm1": "algorithm 1", "static": "static tree"}
 ALL_SLICES = "all"
 
 
@@ -63,7 +64,7 @@ def cell_label(fields: dict[str, Any]) -> str:
     if fields["method"] in BASELINES:
         return str(fields["method"])
     name = fields["method"].replace("_", " ") if fields["builder"] in (None, "chain") else ""
-    builder = {"best_first": "tree", "algorithm1": "algorithm 1"}.get(fields["builder"], "")
+    builder = _BUILDERS.get(fields["builder"], "")
     return f"{name or builder} {fields['budget']}"
 
 
@@ -74,7 +75,8 @@ def cells(
 
     Args:
         slices: the slices that the evaluation prompts have.
-        head_depth: tokens the head drafts in a round; longer chains are cut to it.
+        head_depth: tokens the head drafts in a round; longer chains are cut to it unless
+            `config.depth` asks for more.
 
     Raises:
         JetspecError: a slice that no prompt has.
@@ -108,7 +110,7 @@ def _methods(config: EvaluationConfig, head_depth: int | None) -> list[tuple[str
     if "draft_model" in config.methods:
         rows.append(("draft_model", "chain", config.draft_model_depth))
     if "chain" in config.methods:
-        limits = [n for n in (head_depth, config.depth) if n is not None]
+        limits = [n for n in (config.depth or head_depth,) if n is not None]
         lengths = {min([budget, *limits]) for budget in config.budgets} or set(limits[:1])
         rows += [("chain", "chain", length) for length in sorted(lengths)]
     if "tree" in config.methods:

@@ -1,24 +1,32 @@
 """Which cells the evaluation matrix has and how each is measured."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jetspec.settings import Settings
+from jetspec.errors import JetspecError
+from jetspec.rules import Rule, resolve_rule
+from jetspec.sampling_settings import SamplingSettings
 from jetspec.targets.config import TargetConfig
+from jetspec.trees.config import Score, TreeConfig, Width
 
 Method = Literal["plain", "lookup", "draft_model", "chain", "tree"]
 Positive = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
 
 
-class EvaluationConfig(Settings):
+class EvaluationConfig(SamplingSettings):
     """The matrix: methods x budgets x batch sizes x slices x temperatures.
 
     Attributes:
         methods: what is measured beside the two baselines (`plain`, our loop without a draft, and
             Hugging Face's `generate`), which every speed-up needs and which are always measured.
         builders: tree builders compared under the method `tree`.
+        score, alpha, width, widths, depth, calibration, rank_rates: of the trees; see
+            `trees.config.TreeConfig`. A chain is cut to `depth` too.
+        rule: how a candidate is accepted; None is greedy at temperature 0 and sample_and_match
+            above. `residual` draws its candidates, so its text is another draw from the target's
+            distribution and not plain decoding's; see docs/method.md.
         slices: prompt slices, one cell each; `all` is one cell over every slice's prompts mixed;
             None is every slice of the evaluation prompts.
         prompts_per_slice: at most this many prompts of a slice; None is all of them.
@@ -38,11 +46,24 @@ class EvaluationConfig(Settings):
         max_attempts: times a cell may bring its worker down before that is its result.
     """
 
+    optional: ClassVar[frozenset[str]] = SamplingSettings.optional | {
+        "draft_model",
+        "draft_model_depth",
+        "rule",
+        "widths",
+        "calibration",
+        "rank_rates",
+    }
+
     methods: tuple[Method, ...] = ("plain", "lookup", "chain", "tree")
-    builders: tuple[Literal["algorithm1", "best_first"], ...] = ("best_first",)
-    score: Literal["cumulative", "entropy", "hybrid"] = "cumulative"
+    builders: tuple[Literal["algorithm1", "best_first", "static"], ...] = ("best_first",)
+    rule: Rule | None = None
+    score: Score = "cumulative"
     alpha: float = Field(1.0, ge=0)
     width: int = Field(32, ge=1)
+    widths: tuple[Width, ...] = ()
+    calibration: tuple[float, ...] = ()
+    rank_rates: tuple[float, ...] = TreeConfig().rank_rates
     depth: int | None = Field(None, ge=1)
     budgets: tuple[Positive, ...] = (16, 64, 128)
     lookup_depth: int = Field(10, ge=1)
@@ -52,8 +73,6 @@ class EvaluationConfig(Settings):
     batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1)
     slices: tuple[str, ...] | None = Field(None, min_length=1)
     temperatures: tuple[Temperature, ...] = Field((0.0,), min_length=1)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
     max_new_tokens: int = Field(256, ge=2)
     prompts_per_slice: int | None = Field(None, ge=1)
     max_batches: int | None = Field(None, ge=1)
@@ -73,6 +92,25 @@ class EvaluationConfig(Settings):
         if "draft_model" in self.methods and self.draft_model is None:
             raise ValueError("the method `draft_model` needs draft_model.source; set it")
         return self
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "EvaluationConfig":
+        builders = ["chain", *(self.builders if "tree" in self.methods else ())]
+        try:
+            for temperature in self.temperatures:
+                for builder in builders:
+                    resolve_rule(self.rule, temperature, builder)
+        except JetspecError as error:
+            raise JetspecError(f"evaluation.{error.field}", error.value, error.mend) from None
+        for builder in builders:
+            self.tree(builder, budget=1)
+        return self
+
+    def tree(self, builder: str, budget: int) -> TreeConfig:
+        """The trees of one builder and budget."""
+        names = ("depth", "width", "widths", "score", "alpha", "calibration", "rank_rates")
+        shape = {name: getattr(self, name) for name in names}
+        return TreeConfig.model_validate({"builder": builder, "budget": budget, **shape})
 
     @property
     def needs_head(self) -> bool:

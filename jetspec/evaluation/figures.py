@@ -129,7 +129,11 @@ def tau_by_budget(records: Sequence[Record]) -> Any | None:
     _logarithmic(axis, sorted({r["budget"] for r in drawn}))
     axis.set_xlabel("budget (draft nodes per round)")
     axis.set_ylabel(_FIGURES["tau"])
-    names = {"best_first": "best-first trees", "algorithm1": "Algorithm 1's trees"}
+    names = {
+        "best_first": "best-first trees",
+        "algorithm1": "Algorithm 1's trees",
+        "static": "static trees",
+    }
     shapes = [
         f"{line}: {names[builder]}"
         for line, builder in zip(("lines", "dashed"), builders, strict=False)

@@ -55,9 +55,7 @@ Runner = Callable[[Sequence[Request], int], Decoded]
 
 
 def sampling_params(config: EvaluationConfig, temperature: float) -> SamplingParams:
-    return SamplingParams(
-        temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed
-    )
+    return config.sampling_params(temperature, config.seed)
 
 
 def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig) -> Runner:
@@ -75,6 +73,7 @@ def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationCon
             drafter=_drafter(cell, target, head, model, config),
             tree=_tree(cell, config),
             sampling=sampling,
+            rule=config.rule,
             max_new_tokens=limit,
             stop_token_ids=target.eos_token_ids,
             request_ids=[request.request_id for request in requests],
@@ -106,7 +105,8 @@ def _drafter(
         return DraftModelDrafter(model, depth=cell.budget)
     if head is None:
         raise JetspecError("head", None, f"the method {cell.method} needs a draft head; give one")
-    width = 1 if cell.method == "chain" else min(config.width, target.vocab_size)
+    ranked_chain = cell.method == "chain" and config.rule != "residual"
+    width = 1 if ranked_chain else min(config.width, target.vocab_size)
     depth = cell.budget if cell.method == "chain" else config.depth
     return head.drafter(target, width=width, depth=depth)
 
@@ -114,12 +114,11 @@ def _drafter(
 def _tree(cell: Cell, config: EvaluationConfig) -> TreeConfig | None:
     if cell.method == "plain":
         return None
-    if cell.method in ("lookup", "draft_model", "chain"):
-        shape = {"depth": cell.budget, "width": 1}
-    else:
-        names = ("depth", "width", "score", "alpha")
-        shape = {name: getattr(config, name) for name in names}
-    return TreeConfig.model_validate({"builder": cell.builder, "budget": cell.budget, **shape})
+    tree = config.tree(cell.builder or "chain", cell.budget)
+    if cell.method == "tree":
+        return tree
+    width = config.width if config.rule == "residual" else 1
+    return tree.model_copy(update={"depth": cell.budget, "width": width, "widths": ()})
 
 
 def _hugging_face(
@@ -132,12 +131,17 @@ def _hugging_face(
     rows = [[pad] * (longest - len(r.input_ids)) + r.input_ids for r in requests]
     mask = [[0] * (longest - len(r.input_ids)) + [1] * len(r.input_ids) for r in requests]
     sampled = sampling.temperature > 0
-    options: dict[str, Any] = {"do_sample": sampled}
+    options: dict[str, Any] = {
+        "do_sample": sampled,
+        "repetition_penalty": float(sampling.repetition_penalty),
+        "sequence_bias": {(token,): bias for token, bias in sampling.logit_bias} or None,
+    }
     if sampled:
         options |= {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p or None,
         }
         torch.manual_seed(sampling.seed)
     clock = _FirstToken(target)

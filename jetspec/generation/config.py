@@ -1,10 +1,11 @@
 """How the target answers the training prompts."""
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from jetspec.generation.loops import MIN_REPEATS
+from jetspec.sampling_settings import SamplingSettings
 from jetspec.settings import Settings
 
 
@@ -22,7 +23,7 @@ class EndpointConfig(Settings):
     timeout_s: float = Field(default=120.0, gt=0)
 
 
-class RegenerationConfig(Settings):
+class RegenerationConfig(SamplingSettings):
     """Regeneration: a pool of workers, one backend each.
 
     Attributes:
@@ -35,13 +36,14 @@ class RegenerationConfig(Settings):
         loop_min_repeats: an answer whose tail repeats one token cycle this often counts as looping.
     """
 
+    optional: ClassVar[frozenset[str]] = SamplingSettings.optional | {"top_k"}
+
     backend: Literal["transformers", "endpoint", "vllm", "engine"] = "transformers"
     workers: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=32, ge=1)
     max_new_tokens: int = Field(default=512, ge=1)
     max_prompt_tokens: int = Field(default=2048, ge=1)
     temperature: float = Field(default=0.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
     samples_per_prompt: int = Field(default=1, ge=1)
     seed: int = 0
     turns: Literal["all", "last"] = "all"
@@ -50,3 +52,7 @@ class RegenerationConfig(Settings):
     max_attempts: int = Field(default=3, ge=1)
     loop_min_repeats: int = Field(default=MIN_REPEATS, ge=2)
     endpoint: EndpointConfig = EndpointConfig()
+
+    def chosen_sampling(self) -> dict[str, Any]:
+        """The optional sampling settings that were set, as servers name them."""
+        return {k: v for k, v in self.model_dump(include=set(self.optional)).items()}

@@ -81,6 +81,7 @@ class EndpointBackend:
             "seed": prompt.seed % 2**31,
             "stop_token_ids": sorted(self._renderer.eos_token_ids),
             "return_token_ids": True,
+            **config.chosen_sampling(),
         }
         try:
             continuation = self._read(prompt, self._call("/completions", body))

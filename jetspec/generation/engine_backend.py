@@ -10,7 +10,6 @@ from jetspec.engine.model import EngineModel
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
 from jetspec.generation.conversation import TokenPrompt, answer_all
-from jetspec.sampling import SamplingParams
 from jetspec.targets.target import Target
 
 MEMORY_SHARE = 0.8
@@ -33,7 +32,7 @@ class EngineBackend:
             slots=config.batch_size,
             max_rows=self._max_rows(),
             pages=self._pages(),
-            sampling=SamplingParams(config.temperature, config.top_p, seed=config.seed),
+            sampling=config.sampling_params(config.temperature, config.seed),
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:

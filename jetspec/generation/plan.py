@@ -11,6 +11,7 @@ from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
 from jetspec.generation.base import GenerationRequest, semantics
+from jetspec.generation.config import RegenerationConfig
 from jetspec.prompts import Prompt, load_prompts
 from jetspec.samples import sample_id, shard_count, shard_name
 from jetspec.targets.load import target_fingerprint
@@ -85,7 +86,8 @@ def samples_key(config: RunConfig, target_fingerprint: str, prompts_hash: str) -
 def sampling_facts(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which tokens are written, part of every sample's id."""
     names = {"max_new_tokens", "temperature", "top_p", "seed", "turns", "enable_thinking"}
-    return config.regeneration.model_dump(include=names)
+    # Optional ones are in the dump only where they are set.
+    return config.regeneration.model_dump(mode="json", include=names | RegenerationConfig.optional)
 
 
 def prepare(config: RunConfig) -> Plan:

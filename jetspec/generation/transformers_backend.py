@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
 from jetspec.generation.conversation import TokenPrompt, answer_all
-from jetspec.sampling import SamplingParams, sample
+from jetspec.sampling import SamplingParams, sample, seen_tokens
 from jetspec.targets.kv_cache import KVCache
 from jetspec.targets.target import Target
 
@@ -52,7 +52,7 @@ class TransformersBackend:
         return complete(
             self._target,
             prompts,
-            sampling=SamplingParams(config.temperature, config.top_p, seed=config.seed),
+            sampling=config.sampling_params(config.temperature, config.seed),
             max_new_tokens=config.max_new_tokens,
             batch_size=config.batch_size,
             on_tokens=self.on_tokens,
@@ -198,6 +198,8 @@ class _Slots:
         self._cache = _SlotCache(_View(torch.arange(size, device=device), zeros.clone()))
         self._last = zeros.clone()  # [R] the token each slot feeds next
         self._keys = zeros.clone()  # [R] what its random draws are keyed by
+        # bool [R, V], tokens of each slot's text; None where the sampling does not ask
+        self._seen = seen_tokens(sampling, [[]] * size, target.vocab_size, device)
 
     @property
     def size(self) -> int:
@@ -227,7 +229,12 @@ class _Slots:
         slots = torch.tensor(free[: len(group)], device=device)
         keys = torch.tensor([row.prompt.seed for row in group], device=device)
         ends = output.hidden[torch.arange(len(group), device=device), lengths - 1]
-        tokens = self._draw(ends, keys, lengths)
+        if self._seen is not None:
+            texts = [row.prompt.ids for row in group]
+            seen = seen_tokens(self._sampling, texts, self._seen.shape[1], device)
+            assert seen is not None
+            self._seen[slots] = seen
+        tokens = self._draw(ends, keys, lengths, slots)
         self._cache.fill(slots, prefilled)
         self._cache.view.lengths[slots] = lengths
         self._last[slots] = tokens
@@ -251,7 +258,7 @@ class _Slots:
                 cache=self._cache,
             )
             view.lengths += 1
-            self._last = self._draw(output.hidden[:, 0], self._keys, view.lengths)
+            self._last = self._draw(output.hidden[:, 0], self._keys, view.lengths, view.slots)
             written.append(self._last)
         return self._take(torch.stack(written).tolist(), range(self.size))
 
@@ -262,15 +269,28 @@ class _Slots:
         view = self._cache.view
         view.slots, view.lengths = view.slots[: len(kept)], view.lengths[kept]
         self._last, self._keys = self._last[kept], self._keys[kept]
+        self._seen = None if self._seen is None else self._seen[kept]
         self.live = dict(enumerate(self.live[slot] for slot in sorted(self.live)))
 
-    def _draw(self, hidden: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [R] at `positions` from hidden states [R, d]."""
+    def _draw(self, hidden: Tensor, keys: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """Tokens [R] at `positions` from hidden states [R, d] of `slots`, which then hold them."""
         rows = hidden.shape[0] if self._sampling.greedy else _SAMPLE_ROWS
-        chunks = zip(hidden.split(rows), keys.split(rows), positions.split(rows), strict=True)
-        return torch.cat(
-            [sample(self._target.logits(h), self._sampling, k, p) for h, k, p in chunks]
+        parts = (part.split(rows) for part in (hidden, keys, positions, slots))
+        tokens = torch.cat(
+            [
+                sample(
+                    self._target.logits(h),
+                    self._sampling,
+                    k,
+                    p,
+                    None if self._seen is None else self._seen[s],
+                )
+                for h, k, p, s in zip(*parts, strict=True)
+            ]
         )
+        if self._seen is not None:
+            self._seen[slots, tokens] = True
+        return tokens
 
     def _take(self, steps: Sequence[Sequence[int]], slots: Sequence[int]) -> int:
         """Hand each slot's tokens to its row, up to a stop or the limit; free finished slots."""

@@ -70,6 +70,7 @@ class VllmBackend:
                 seed=prompt.seed % 2**31,
                 stop_token_ids=sorted(self._renderer.eos_token_ids),
                 detokenize=False,
+                **config.chosen_sampling(),
             )
             for prompt in prompts
         ]
