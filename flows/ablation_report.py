@@ -187,9 +187,9 @@ def markdown(config: AblationConfig, found: Mapping[str, Any], environment: Any)
 LEGEND = (
     "Cells: speed-up over plain decoding / tau, with 95 % intervals of tau from a bootstrap over "
     "prompts; a dash is a speed-up that was withheld or not measured for that slice. Claims "
-    "compare taus on the prompts that both sides decoded, paired; at one cell a round costs the "
-    "same, so speed-ups compare as taus do. Intervals tell what other prompts would do, not what "
-    "another training seed would."
+    "compare taus on the prompts that both sides decoded, paired; where heads of one kind meet at "
+    "one cell, a round costs the same and speed-ups compare as taus do. Intervals tell what other "
+    "prompts would do, not what another training seed would."
 )
 
 

@@ -6,27 +6,31 @@ from typing import Any
 from rich import box
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 Facts = Mapping[str, Any]
 
 
 def theory_view(facts: Facts) -> Group:
     """The whole page for the terminal, within 80 columns."""
-    parts: list[Any] = [cost_table(facts["costs"])]
+    tables = [cost_table(facts["costs"])]
     if facts["comparison"]:
-        parts += ["", comparison_table(facts["comparison"])]
+        tables.append(comparison_table(facts["comparison"]))
     if facts["best"]:
-        parts += ["", best_table(facts["best"], facts["serving"])]
-    return Group(*parts)
+        tables.append(best_table(facts["best"], facts["serving"]))
+    parts: list[Any] = []
+    for table in tables:
+        # Beside the table and not in it: a narrow table would squeeze its note.
+        note, table.caption = Text(str(table.caption), style="dim italic"), None
+        parts += [table, note, ""]
+    return Group(*parts[:-1])
 
 
 def cost_table(costs: Facts) -> Table:
     """c(N, L): one row a size, one column a batch size."""
     facts = costs["facts"]
     batches = sorted({row["batch"] for row in costs["forwards"]})
-    table = _table(
-        f"Cost of a forward of N tokens at context {facts['context']}, over one of 1 token"
-    )
+    table = _table(f"Cost of N tokens at context {facts['context']}, over that of one")
     table.add_column("N", justify="right")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
@@ -43,7 +47,6 @@ def cost_table(costs: Facts) -> Table:
         f"{facts['target']}, {facts['dtype']} on {facts['device']}, median of "
         f"{facts['repeats']} runs. A round pays when tau exceeds cost of N = budget + 1 and draft."
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -66,7 +69,6 @@ def comparison_table(rows: Sequence[Facts]) -> Table:
         "step. own price: with this machine's cost of verifying. What measured lacks of it is the "
         "loop around the models, and at larger batches the wait for the slowest sequence."
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -86,7 +88,6 @@ def best_table(rows: Sequence[Facts], serving: Sequence[Facts]) -> Table:
         figures = (f"{row[name]:.2f}" for name in ("tau", "speedup", "margin"))
         table.add_row(str(row["batch"]), row["label"], *figures, measured)
     table.caption = "margin: speed over the next best choice; near 1 the choice hardly matters."
-    table.caption_justify = "left"
     return table
 
 
