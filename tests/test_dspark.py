@@ -13,14 +13,13 @@ from jetspec.heads.dspark import DSparkConfig, DSparkHead, survival_edges
 from jetspec.heads.files import read_config, read_weights
 from jetspec.heads.registry import load_head, new_head, save_head
 from jetspec.training.blocks import plan_chunks
-from jetspec.training.calibration import chain_rounds
+from jetspec.training.calibration import chain_rounds, fit_calibration
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus
 from jetspec.training.hidden_cache import OnlineTeacher
 from jetspec.training.loop import train
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
-from jetspec.trees.scores import fit_calibration
 from tests.answers import greedy_samples, sample
 from tests.tiny import tiny_target
 
@@ -154,12 +153,13 @@ def test_survival_edges_give_the_best_child_the_confidence_and_its_siblings_the_
 
 def test_a_chains_tree_score_is_its_calibrated_survival(target):
     head = dspark(target)
-    head.temperatures = (2.0, 0.5)
+    head.calibration = ((0.5, 1.0), (2.0, -1.0))
     text = [5, 6, 7, 8, 9]
     tree = build_tree(drafted(head, target, text, 4), torch.tensor([9]), TreeConfig(budget=30))
     anchors = torch.tensor([9])
     chain, said = head.chain(cache_of(head, target, text), anchors, target.embed, target.logits)
-    survival = (said[0] / torch.tensor([2.0, 0.5, 0.5, 0.5])).sigmoid().cumprod(0)
+    scale, offset = torch.tensor([0.5, 2, 2, 2]), torch.tensor([1.0, -1, -1, -1])
+    survival = (scale * said[0] + offset).sigmoid().cumprod(0)
     node = 0
     for depth, token in enumerate(chain[0].tolist()):
         children = (tree.parents[0] == node) & (tree.tokens[0] == token)
@@ -251,23 +251,39 @@ def test_a_batch_without_slots_gives_every_weight_a_gradient_of_zero(target):
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
 
 
-def test_calibration_finds_the_temperature_that_confidence_was_spoilt_by():
+def test_calibration_finds_what_confidence_was_spoilt_by():
     draw = torch.Generator().manual_seed(0)
     true = torch.randn(6000, 3, generator=draw) * 1.5 + 1
     accepted = torch.rand(6000, 3, generator=draw) < true.sigmoid()
     standing = torch.cat([torch.ones(6000, 1).bool(), accepted[:, :-1].cumprod(1).bool()], 1)
-    factors = torch.tensor([3.0, 1.0, 0.4])
+    factors, shifts = torch.tensor([3.0, 1.0, 0.4]), torch.tensor([0.0, -2.0, 1.0])
     depths = torch.arange(1, 4).expand(6000, -1)
-    said = (true * factors)[standing]
-    found = fit_calibration(F.logsigmoid(said.double()), accepted[standing], depths[standing])
-    assert found == pytest.approx(factors.tolist(), rel=0.12)
+    said = true * factors + shifts
+    found = fit_calibration(said[standing], accepted[standing], depths[standing])
+    scale, offset = torch.tensor(found).unbind(1)
+    assert scale.tolist() == pytest.approx((1 / factors).tolist(), rel=0.12)
+    assert offset.tolist() == pytest.approx((-shifts / factors).tolist(), abs=0.15)
     # Survival to every depth comes true in each fifth of what is predicted.
-    survival = (true * factors / torch.tensor(found)).sigmoid().cumprod(1)
+    survival = (scale * said + offset).sigmoid().cumprod(1)
     survived = accepted.cumprod(1).float()
     for depth in range(3):
         for fifth in survival[:, depth].argsort().chunk(5):
             gap = survival[fifth, depth].mean() - survived[fifth, depth].mean()
             assert abs(float(gap)) < 0.04
+
+
+def test_calibration_without_evidence_leaves_things_as_they_are():
+    none = torch.zeros(0)
+    assert fit_calibration(none, none.bool(), none.long()) == ()
+    one = fit_calibration(torch.tensor([2.0]), torch.tensor([True]), torch.tensor([2]))
+    assert one[0] == (1.0, 0.0) and one[1] == pytest.approx((1.0, 0.0), abs=0.2)
+    # All of one kind, and confidence that points the wrong way: finite, and no better than a rate.
+    sure = fit_calibration(torch.ones(50) * 30, torch.ones(50).bool(), torch.ones(50).long())
+    assert torch.tensor(sure).isfinite().all()
+    wrong = fit_calibration(
+        torch.tensor([2.0, -2.0] * 50), torch.tensor([False, True] * 50), torch.ones(100).long()
+    )
+    assert wrong[0] == pytest.approx((0.0, 0.0), abs=0.01)
 
 
 @torch.no_grad()
@@ -322,14 +338,14 @@ def test_training_lowers_the_loss_calibrates_and_replay_is_real_decoding(target,
     result = train(config, head, target, samples, directory=str(tmp_path / "a"))
     assert result.curve[-1]["loss"] < 0.9 * result.curve[0]["loss"]
     assert result.curve[-1]["accuracy_1"] > result.curve[0]["accuracy_1"]
-    assert result.head.temperatures
+    assert result.head.calibration
     resumed = train(config, head, target, samples, directory=str(tmp_path / "a"))
     assert all(map(torch.equal, resumed.head.parameters(), result.head.parameters()))
-    assert resumed.head.temperatures == result.head.temperatures
+    assert resumed.head.calibration == result.head.calibration
 
     save_head(result.head, str(tmp_path / "b"), target_fingerprint=target.fingerprint)
     loaded = load_head(str(tmp_path / "b"))
-    assert loaded.temperatures == result.head.temperatures
+    assert loaded.calibration == result.head.calibration
     tree = TreeConfig(budget=12, width=4)
     tau = mean_tau(replay_tau(target, loaded, samples, tree))
     decoded = decode(
@@ -364,11 +380,11 @@ def test_decoding_is_token_identical_to_plain(arch, tree):
 
 def test_a_saved_head_is_a_dspark_directory_and_loads_as_it_was(target, tmp_path):
     head = dspark(target, mask_token_id=63)
-    head.temperatures = (1.5, 0.7)
+    head.calibration = ((1.5, 0.1), (0.7, -0.2))
     save_head(head, str(tmp_path), target_fingerprint=target.fingerprint)
     loaded = load_head(str(tmp_path))
     assert isinstance(loaded, DSparkHead) and loaded.config == head.config
-    assert loaded.temperatures == (1.5, 0.7)
+    assert loaded.calibration == ((1.5, 0.1), (0.7, -0.2))
     assert all(map(torch.equal, loaded.parameters(), head.parameters()))
     findings = {finding.check: finding.ok for finding in check_head(str(tmp_path), target)}
     assert all(findings.values())

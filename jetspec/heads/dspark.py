@@ -132,7 +132,8 @@ class DSparkHead(DraftHead):
         self.trunk = ParallelHead(config.trunk(), **sizes)
         self.markov_head = MarkovHead(self.vocab_size, config.markov_rank)
         self.confidence_head = ConfidenceHead(self.hidden_size, config.markov_rank)
-        self.temperatures: tuple[float, ...] = ()  # of the confidence, by depth; see `finish`
+        # (scale, offset) of the confidence logit, by depth; see `finish`.
+        self.calibration: tuple[tuple[float, float], ...] = ()
 
     @property
     def depth(self) -> int:
@@ -150,6 +151,9 @@ class DSparkHead(DraftHead):
         self.confidence_head.proj.weight.zero_()
         assert self.confidence_head.proj.bias is not None
         self.confidence_head.proj.bias.zero_()
+
+    def added_to(self, start: Self) -> frozenset[str]:
+        return frozenset({"confidence_weight", "scores"})  # no weight depends on them
 
     def path_parameters(self) -> Iterable[nn.Parameter]:
         yield from self.markov_head.parameters()
@@ -210,7 +214,7 @@ class DSparkHead(DraftHead):
             return draft, judged, found.hits
 
         # Every parameter has a gradient, even where there is no slot.
-        draft = 0 * sum(p.sum() for p in self.parameters()) + 0 * hidden.sum()
+        draft = 0 * hidden.sum() + 0 * sum(p.sum() for p in self.path_parameters())
         judged = torch.zeros((), device=hidden.device)
         hits = [weights.new_zeros(0)]
         for begin, end, first, last in batch.chunks:
@@ -280,7 +284,7 @@ class DSparkHead(DraftHead):
         # Rounding must not make a child likelier than its parent: builders rely on that.
         edges = edges.clamp(max=0)
         said = self.confidence_head(hidden[:, :, None].expand(-1, -1, width, -1), rows)
-        confidence = torch.sigmoid(said / self._temperatures(said)[:, None])
+        confidence = torch.sigmoid(self._calibrated(said))
         if self.config.scores == "probability":
             return Draft(candidates, edges, confidence)
         return Draft(candidates, survival_edges(edges, confidence))
@@ -307,17 +311,17 @@ class DSparkHead(DraftHead):
         self, target: "Target", corpus: "Corpus", heldout: np.ndarray, states: "HiddenStates"
     ) -> None:
         """Calibrate the confidence on the chains of held-out rounds, depth by depth."""
-        from jetspec.training.calibration import chain_rounds
-        from jetspec.trees.scores import fit_calibration
+        from jetspec.training.calibration import chain_rounds, fit_calibration
 
-        said, accepted, depths = chain_rounds(self, target, corpus, heldout, states)
-        self.temperatures = fit_calibration(F.logsigmoid(said.double()), accepted, depths)
+        self.calibration = fit_calibration(*chain_rounds(self, target, corpus, heldout, states))
 
-    def _temperatures(self, like: Tensor) -> Tensor:
-        """[D]; depths beyond the calibrated ones take the last."""
-        depth = like.shape[1]
-        known = self.temperatures or (1.0,)
-        return like.new_tensor([*known, *[known[-1]] * depth][:depth])
+    def _calibrated(self, said: Tensor) -> Tensor:
+        """Logits [B, D, K] -> the same; depths beyond the calibrated ones take the last."""
+        depth = said.shape[1]
+        known = self.calibration or ((1.0, 0.0),)
+        wanted = said.new_tensor([*known, *[known[-1]] * depth][:depth])
+        scale, offset = wanted[:, None].unbind(-1)  # [D, 1]
+        return scale * said + offset
 
     def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
         """Format C (DSpark's own), with our settings and calibration beside it."""
@@ -339,7 +343,7 @@ class DSparkHead(DraftHead):
             "sample_from_anchor": True,
             "target_layer_ids": list(self.taps),
             OWN: self.config.model_dump(mode="json"),
-            _CALIBRATION: list(self.temperatures),
+            _CALIBRATION: [list(pair) for pair in self.calibration],
             "jetspec_training": record,
         }
         write_json(join(directory, CONFIG), config)
@@ -350,7 +354,7 @@ class DSparkHead(DraftHead):
         try:
             config = cls.settings.model_validate(raw[OWN])
             sizes = {k: int(raw[k]) for k in ("hidden_size", "vocab_size", "num_target_layers")}
-            temperatures = tuple(float(t) for t in raw.get(_CALIBRATION, ()))
+            calibration = tuple((float(a), float(b)) for a, b in raw.get(_CALIBRATION, ()))
         except (ValidationError, KeyError, TypeError, ValueError) as error:
             found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
             raise JetspecError("head", place, f"is no DSpark head's ({found})") from error
@@ -358,7 +362,7 @@ class DSparkHead(DraftHead):
         names = {name.removeprefix(_TRUNK): name for name in head.state_dict()}
         state = {names.get(name, name): t for name, t in read_weights(directory).items()}
         load_state(head, state, set(names.values()), directory)
-        head.temperatures = temperatures
+        head.calibration = calibration
         return head.eval()
 
 

@@ -11,7 +11,7 @@ whole vocabulary; queries and keys are normed as in Qwen3; a step's anchors are 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -219,6 +219,9 @@ class EagleHead(DraftHead):
         shared = EagleConfig.model_fields.keys() & HeadConfig.model_fields.keys()
         found = {name: getattr(layer, name) for name in shared - {"kind"}}
         return EagleConfig.model_validate(config.model_dump() | found)
+
+    def added_to(self, start: Self) -> frozenset[str]:
+        return frozenset({"beam"})  # no weight depends on it
 
     def unroll(
         self,

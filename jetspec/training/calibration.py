@@ -1,4 +1,8 @@
-"""How sure a head was, and how right: its greedy chains along answers that the target gave."""
+"""How sure a head was, how right it was, and what brings the two together.
+
+A head is asked along answers that the target gave: the greedy chains of the rounds that decoding
+would have had.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -88,3 +92,48 @@ def chain_rounds(
                 starts = [starts[row] for row in keep]
     said, accepted, depths = (torch.cat(part) for part in zip(*found, strict=True))
     return said.float(), accepted, depths
+
+
+def fit_calibration(
+    said: Tensor, accepted: Tensor, depths: Tensor, *, prior: float = 1.0
+) -> tuple[tuple[float, float], ...]:
+    """(scale, offset) of every depth, left to right, so that sigmoid(scale * said + offset) is the
+    rate at which tokens of that depth are accepted once their predecessors are.
+
+    DSpark fits the scale (one over its temperature) alone. The offset is for greedy acceptance:
+    confidence is trained on what draft and target share at temperature 1, another event with
+    another rate. A depth without tokens takes its predecessor's.
+
+    Args:
+        said: logits [n]; accepted: bool [n]; depths: long [n], from 1 on; see `chain_rounds`.
+        prior: strength, in tokens, of the belief that nothing is to be mended; keeps the fit finite
+            where all tokens went one way.
+    """
+    found: list[tuple[float, float]] = []
+    for depth in range(1, int(depths.max()) + 1 if len(depths) else 1):
+        here = depths == depth
+        if not bool(here.any()):
+            found.append(found[-1] if found else (1.0, 0.0))
+            continue
+        logit, truth = said[here].double().cpu(), accepted[here].double().cpu()
+        scale, offset = _logistic(logit, truth, prior)
+        if scale < 0:  # what it said was worse than nothing: the rate alone
+            scale, offset = 0.0, _logistic(torch.zeros_like(logit), truth, prior)[1]
+        found.append((scale, offset))
+    return tuple(found)
+
+
+def _logistic(logit: Tensor, truth: Tensor, prior: float) -> tuple[float, float]:
+    """Newton's steps to the best (scale, offset), kept short so that none overshoots."""
+    inputs = torch.stack([logit, torch.ones_like(logit)], dim=1)
+    start = torch.tensor([1.0, 0.0], dtype=torch.double)
+    weights = start.clone()
+    for _ in range(100):
+        rate = torch.sigmoid(inputs @ weights)
+        slope = inputs.T @ (rate - truth) + prior * (weights - start)
+        curve = (inputs.T * (rate * (1 - rate))) @ inputs + prior * torch.eye(2).double()
+        step = torch.linalg.solve(curve, slope).clamp(-1, 1)
+        weights = weights - step
+        if float(step.abs().max()) < 1e-9:
+            break
+    return float(weights[0]), float(weights[1])
