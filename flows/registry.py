@@ -23,6 +23,7 @@ from flows.tracking import connect, experiment_id, find_head, head_hash, trackin
 from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.heads.shipped import head_directory
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -159,14 +160,14 @@ def champion_version(config: RunConfig, name: str) -> int | None:
 
 
 def warm_start_uri(config: RunConfig) -> str | None:
-    """The head directory that training starts from, `champion` looked up.
+    """The head directory that training starts from, `champion` and `shipped` looked up.
 
     Raises:
         JetspecError: the run asks for the champion and there is none.
     """
     start = config.training.warm_start
     if start != CHAMPION:
-        return start
+        return None if start is None else head_directory(start)
     found = champion(config)
     if found is None:
         name = registered_name(config.target)

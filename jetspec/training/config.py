@@ -60,8 +60,8 @@ class TrainingConfig(Settings):
         strategy: how the head is spread over workers.
         hidden_states: `online` runs the frozen teacher every step; `cache` stores its hidden
             states once, refused when their size would pass `cache_limit_gb`.
-        warm_start: where the first weights come from: a head directory's URI, `champion`, or
-            None for fresh ones.
+        warm_start: where the first weights come from: a head directory's URI, `champion`,
+            `shipped` (the package's own, for the embedded model), or None for fresh ones.
         freeze_backbone: train the path scores alone, on a head that stays as it is.
         heldout_fraction: share of the prompts kept out of training for the tau estimate.
         estimate_samples: held-out samples replayed for one tau estimate, at most.
