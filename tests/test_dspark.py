@@ -1,5 +1,7 @@
 """DSpark: an anchor that predicts, Markov rows, calibrated confidence, and what all heads do."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import mean_tau, replay_tau
 from jetspec.heads.doctor import check_head, require_fit
 from jetspec.heads.dspark import DSparkConfig, DSparkHead, survival_edges
-from jetspec.heads.files import read_config, read_weights
+from jetspec.heads.files import read_config, read_weights, write_tensors
 from jetspec.heads.registry import load_head, new_head, save_head
 from jetspec.training.blocks import plan_chunks
 from jetspec.training.calibration import chain_rounds, fit_calibration
@@ -403,9 +405,32 @@ def test_a_head_of_another_shape_is_refused_in_one_line(target, tmp_path):
     (tmp_path / "b" / "model.safetensors").replace(tmp_path / "model.safetensors")
     with pytest.raises(JetspecError, match="5., config.json makes it .64, 6.; mend one|37.,"):
         load_head(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"jetspec_head": {"kind": "dspark", "depth": 3}}')
-    with pytest.raises(JetspecError, match="config.json: is no DSpark head's"):
-        load_head(str(tmp_path))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"jetspec_head": {"kind": "dspark", "depth": 3}}, "config.json: is no DSpark head's"),
+        ({"jetspec_calibration": [1.0]}, "config.json: is no DSpark head's"),
+        ({"markov_head_type": "gated"}, "head.markov_head_type: gated: only vanilla is read"),
+        ({"mask_token_id": None}, "head.mask_token_id: missing: set it in config.json"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        with pytest.raises(JetspecError, match=message):
+            load_head(str(tmp_path))
+
+
+def test_a_directory_of_another_trainer_drafts_the_same(target, tmp_path):
+    head = dspark(target, mask="causal")
+    save_head(head, str(tmp_path), target_fingerprint="")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in raw.items() if not key.startswith("jetspec_")}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    state = read_weights(str(tmp_path))
+    state["embed_tokens.weight"] = torch.zeros(64, 32)
+    write_tensors(str(tmp_path / "model.safetensors"), state, "fp32")
+    loaded, text = load_head(str(tmp_path)), [5, 6, 7, 8, 9]
+    assert isinstance(loaded, DSparkHead) and loaded.config == head.config
+    ours, theirs = (drafted(h, target, text, 4) for h in (head, loaded))
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.edge_scores, theirs.edge_scores)
 
 
 def test_the_run_file_names_the_head_and_its_settings():

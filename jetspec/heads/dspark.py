@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jetspec.errors import JetspecError
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig, HeadSettings
-from jetspec.heads.files import CONFIG, WEIGHTS, DType, load_state, read_weights, write_tensors
+from jetspec.heads.files import DType
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import OWN, DraftHead, register
-from jetspec.storage import join, write_json
+from jetspec.heads.registry import DraftHead, register
 from jetspec.trees.draft import Draft
 
 if TYPE_CHECKING:
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from jetspec.training.config import LossConfig
     from jetspec.training.corpus import Corpus
     from jetspec.training.hidden_cache import HiddenStates
-
-_CALIBRATION = "jetspec_calibration"
-_TRUNK = "trunk."  # our name for what published weights name without a prefix
 
 
 class DSparkConfig(HeadSettings):
@@ -77,11 +72,12 @@ class DSparkConfig(HeadSettings):
 
     def trunk(self) -> HeadConfig:
         """The parallel head that runs the block; its own slot count is not used."""
-        fields = {name: getattr(self, name) for name in _SHARED}
+        fields = {name: getattr(self, name) for name in SHARED}
         return HeadConfig(**fields, block_size=self.block_size)
 
 
-_SHARED = (DSparkConfig.model_fields.keys() & HeadConfig.model_fields.keys()) - {
+# Settings that are the parallel head's own.
+SHARED = (DSparkConfig.model_fields.keys() & HeadConfig.model_fields.keys()) - {
     "kind",
     "block_size",
 }
@@ -142,7 +138,7 @@ class DSparkHead(DraftHead):
     @classmethod
     def resolve(cls, config: DSparkConfig, target: "Target") -> DSparkConfig:
         trunk = ParallelHead.resolve(config.trunk(), target)
-        found = {name: getattr(trunk, name) for name in _SHARED}
+        found = {name: getattr(trunk, name) for name in SHARED}
         return DSparkConfig.model_validate(config.model_dump() | found)
 
     def reset(self) -> None:
@@ -324,46 +320,15 @@ class DSparkHead(DraftHead):
         return scale * said + offset
 
     def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
-        """Format C (DSpark's own), with our settings and calibration beside it."""
-        from jetspec.heads.formats import layer_config
+        from jetspec.heads.dspark_files import save_dspark
 
-        state = {name.removeprefix(_TRUNK): t for name, t in self.state_dict().items()}
-        write_tensors(join(directory, WEIGHTS), state, dtype)
-        config = {
-            **layer_config(self.trunk, dtype),
-            "architectures": ["Qwen3DSparkModel"],
-            "block_size": self.config.block_size,
-            "causal": self.config.mask == "causal",
-            "confidence_head_with_markov": True,
-            "enable_confidence_head": True,
-            "markov_head_type": "vanilla",
-            "markov_rank": self.config.markov_rank,
-            "mask_token_id": self.trunk.mask_token_id,
-            "num_target_layers": self.num_target_layers,
-            "sample_from_anchor": True,
-            "target_layer_ids": list(self.taps),
-            OWN: self.config.model_dump(mode="json"),
-            _CALIBRATION: [list(pair) for pair in self.calibration],
-            "jetspec_training": record,
-        }
-        write_json(join(directory, CONFIG), config)
+        save_dspark(self, directory, record, dtype)
 
     @classmethod
     def load(cls, raw: dict[str, Any], directory: str) -> Self:
-        place = join(directory, CONFIG)
-        try:
-            config = cls.settings.model_validate(raw[OWN])
-            sizes = {k: int(raw[k]) for k in ("hidden_size", "vocab_size", "num_target_layers")}
-            calibration = tuple((float(a), float(b)) for a, b in raw.get(_CALIBRATION, ()))
-        except (ValidationError, KeyError, TypeError, ValueError) as error:
-            found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
-            raise JetspecError("head", place, f"is no DSpark head's ({found})") from error
-        head = cls(config, **sizes)
-        names = {name.removeprefix(_TRUNK): name for name in head.state_dict()}
-        state = {names.get(name, name): t for name, t in read_weights(directory).items()}
-        load_state(head, state, set(names.values()), directory)
-        head.calibration = calibration
-        return head.eval()
+        from jetspec.heads.dspark_files import load_dspark
+
+        return load_dspark(cls, raw, directory)
 
 
 def survival_edges(edges: Tensor, confidence: Tensor) -> Tensor:

@@ -311,8 +311,10 @@ def load_head(directory: str) -> DraftHead:
     """
     raw = read_config(directory)
     own = raw.get(OWN)
-    if own is None:  # the published formats are all of parallel heads
-        return head_class(PARALLEL).load(raw, directory)
+    if own is None:  # a published format; all but DSpark's own heads are parallel
+        whole = raw.get("markov_rank") and raw.get("sample_from_anchor", True)
+        whole = whole and raw.get("enable_confidence_head", True)
+        return head_class("dspark" if whole else PARALLEL).load(raw, directory)
     if not isinstance(own, dict):
         raise JetspecError(f"head.{OWN}", own, "must be a mapping")
     return head_class(str(own.get("kind", PARALLEL))).load(raw, directory)
