@@ -71,7 +71,7 @@ def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationCon
             target,
             [request.input_ids for request in requests],
             drafter=_drafter(cell, target, head, model, config),
-            tree=_tree(cell, config),
+            tree=_tree(cell, head, config),
             sampling=sampling,
             rule=config.rule,
             max_new_tokens=limit,
@@ -105,19 +105,26 @@ def _drafter(
         return DraftModelDrafter(model, depth=cell.budget)
     if head is None:
         raise JetspecError("head", None, f"the method {cell.method} needs a draft head; give one")
-    ranked_chain = cell.method == "chain" and config.rule != "residual"
-    width = 1 if ranked_chain else min(config.width, target.vocab_size)
+    width = _chain_width(head, config) if cell.method == "chain" else config.width
+    width = min(width, target.vocab_size)
     depth = cell.budget if cell.method == "chain" else config.depth
     return head.drafter(target, width=width, depth=depth)
 
 
-def _tree(cell: Cell, config: EvaluationConfig) -> TreeConfig | None:
+def _chain_width(head: Any | None, config: EvaluationConfig) -> int:
+    """Candidates a slot of a chain: the best alone, unless path scores choose among them or
+    candidates are drawn from them."""
+    chosen = config.rule == "residual" or (head is not None and head.scores_paths)
+    return config.width if chosen else 1
+
+
+def _tree(cell: Cell, head: Any | None, config: EvaluationConfig) -> TreeConfig | None:
     if cell.method == "plain":
         return None
     tree = config.tree(cell.builder or "chain", cell.budget)
     if cell.method == "tree":
         return tree
-    width = config.width if config.rule == "residual" else 1
+    width = _chain_width(head, config)
     return tree.model_copy(update={"depth": cell.budget, "width": width, "widths": ()})
 
 
