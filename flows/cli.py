@@ -208,6 +208,24 @@ def compare(
 
 
 @app.command(rich_help_panel=_LOOK)
+def diagnose(
+    head: HeadDir,
+    run: library.OwnRun = None,
+    samples: library.SamplesDir = None,
+    answers: library.Answers = 24,
+    budgets: library.Budgets = None,
+    out: library.OutDir = None,
+    replay_all: library.ReplayAll = False,
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a head is right, where it is wrong, and what tau any tree would have."""
+    config = None if run is None else _resolve(run, set)
+    library.refuse_lone_overrides(run, set)
+    library.show_diagnosis(head, config, samples, answers, budgets, out, replay_all, as_json)
+
+
+@app.command(rich_help_panel=_LOOK)
 def theory(
     run: Run,
     evaluation: library.EvaluationDir = None,
@@ -331,7 +349,6 @@ def down(storage: Storage = _STORAGE) -> None:
 
 
 app.command(rich_help_panel=_LOOK)(library.doctor)
-app.command(rich_help_panel=_LOOK)(library.diagnose)
 app.command(rich_help_panel=_LOOK)(library.targets)
 app.command(rich_help_panel=_KEEP)(library.export)
 app.add_typer(registry_app, name="registry", rich_help_panel=_KEEP)

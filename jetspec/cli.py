@@ -62,6 +62,22 @@ Budgets = Annotated[
     str | None,
     typer.Option(metavar="N,N,...", help="Tree budgets, e.g. 16,64,256; by default the run's."),
 ]
+OwnRun = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN]", help="A run file; none takes the head's own record."),
+]
+SamplesDir = Annotated[
+    str | None,
+    typer.Option("--samples", help="A samples directory; by default the head's held-out ones."),
+]
+Answers = Annotated[int, typer.Option(help="Look at so many answers at most.", min=1)]
+OutDir = Annotated[
+    str | None,
+    typer.Option(help="Keep figures, facts and the log of drafts in this new directory."),
+]
+ReplayAll = Annotated[
+    bool, typer.Option("--replay-all", help="Check every predicted tau by replay.")
+]
 EvaluationDir = Annotated[
     str | None,
     typer.Argument(metavar="[EVALUATION]", help="A finished evaluation to compare with."),
@@ -166,30 +182,18 @@ def doctor(head: HeadDir, target: TargetSource = "embedded", as_json: AsJson = F
 @app.command()
 def diagnose(
     head: HeadDir,
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN]", help="A run file; none takes the head's own record."),
-    ] = None,
-    samples: Annotated[
-        str | None,
-        typer.Option("--samples", help="A samples directory; by default the head's held-out ones."),
-    ] = None,
-    answers: Annotated[int, typer.Option(help="Look at so many answers at most.", min=1)] = 24,
+    run: OwnRun = None,
+    samples: SamplesDir = None,
+    answers: Answers = 24,
     budgets: Budgets = None,
-    out: Annotated[
-        str | None,
-        typer.Option(help="Keep figures, facts and the log of drafts in this new directory."),
-    ] = None,
-    replay_all: Annotated[
-        bool, typer.Option("--replay-all", help="Check every predicted tau by replay.")
-    ] = False,
+    out: OutDir = None,
+    replay_all: ReplayAll = False,
     set: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where a head is right, where it is wrong, and what tau any tree would have."""
     config = None if run is None else _load(run, set)
-    if run is None and set:
-        raise JetspecError("--set", set[0], "changes a run; give RUN too")
+    refuse_lone_overrides(run, set)
     show_diagnosis(head, config, samples, answers, budgets, out, replay_all, as_json)
 
 
@@ -305,6 +309,11 @@ def show_evaluation(result: Any, as_json: bool) -> None:
 
     Console().print(cells_table(read_records(result.uri)))
     typer.echo(result.uri)
+
+
+def refuse_lone_overrides(run: str | None, overrides: list[str] | None) -> None:
+    if run is None and overrides:
+        raise JetspecError("--set", overrides[0], "changes a run; give RUN too")
 
 
 def show_diagnosis(

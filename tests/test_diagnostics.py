@@ -22,6 +22,9 @@ from jetspec.diagnostics.proposals import stored
 from jetspec.diagnostics.report import diagnosis_view, glance_rows, write_figures
 from jetspec.diagnostics.simulate import agreed_depth, beaten_by, oracle, simulate
 from jetspec.errors import JetspecError
+from jetspec.evaluation.cells import Cell
+from jetspec.evaluation.config import EvaluationConfig
+from jetspec.evaluation.methods import Request, make_runner
 from jetspec.evaluation.replay import replay_tau
 from jetspec.heads.config import parse_head
 from jetspec.heads.registry import new_head
@@ -40,7 +43,7 @@ TREES = [
     TreeConfig(builder="chain", budget=7, width=WIDTH),
     TreeConfig(builder="chain", budget=3, width=WIDTH),
     TreeConfig(builder="best_first", budget=12, width=WIDTH),
-    TreeConfig(builder="best_first", budget=6, width=4, depth=2, score="hybrid"),
+    TreeConfig(builder="best_first", budget=16, width=4, depth=2, score="hybrid", alpha=0.3),
     TreeConfig(builder="algorithm1", budget=12, width=4),
 ]
 DRAWS = {"samples": 100, "seed": 0}
@@ -65,7 +68,7 @@ def samples(target):
 def heads(target, samples, tmp_path_factory):
     """One trained head with its path scores, and without them."""
     config = TrainingConfig(
-        anchors=16, sequence_length=48, batch_size=9, micro_batch_size=9, epochs=60,
+        anchors=16, sequence_length=48, batch_size=9, micro_batch_size=9, epochs=45,
         learning_rate=1e-2, log_every=100, estimate_every=100, checkpoint_every=100,
     )  # fmt: skip
     directory = str(tmp_path_factory.mktemp("head"))
@@ -112,10 +115,27 @@ def logs(target, heads, samples):
 @pytest.mark.parametrize("kind", ["slot", "path"])
 @pytest.mark.parametrize("tree", TREES)
 def test_a_simulated_round_is_a_replayed_round(target, heads, samples, logs, tree, kind):
+    if kind == "path":  # its scores are normalised over the candidates that were logged
+        tree = tree.model_copy(update={"width": WIDTH})
     simulated = simulate(logs[kind], tree)
     replayed = replay_tau(target, heads[kind], samples, tree)
     assert list(simulated.replays) == replayed
     assert 0 in simulated.accepted and max(simulated.accepted) > 1, "a trivial head tests nothing"
+
+
+@pytest.mark.parametrize("kind", ["slot", "path"])
+def test_a_predicted_chain_is_the_chain_that_the_matrix_measures(
+    target, heads, samples, logs, kind
+):
+    config = EvaluationConfig(methods=("chain",), budgets=(7,), width=WIDTH, max_new_tokens=16)
+    run = make_runner(Cell("chain", "chain", 7, 1, "chat", 0.0), target, heads[kind], config)
+    answers = samples[:8]
+    requests = [Request(s.input_ids[: s.loss_mask.index(1)], s.id) for s in answers]
+    measured = run(requests, 16)
+    predicted = simulate(logs[kind], TREES[0]).replays[:8]
+    assert [len(rounds) for rounds in measured.rounds] == [r.rounds for r in predicted]
+    other = "slot" if kind == "path" else "path"
+    assert predicted != simulate(logs[other], TREES[0]).replays[:8], "the two must differ"
 
 
 def test_a_head_that_drafts_trees_is_diagnosed_alike(target, heads, samples, logs, tmp_path):
@@ -139,6 +159,7 @@ def test_a_head_that_drafts_trees_is_diagnosed_alike(target, heads, samples, log
         bootstrap=100, seed=0, batch_size=4,
     ).facts  # fmt: skip
     assert told["gap"]["median"] is not None and told["next_depth"]["spine"]["asked"]
+    assert list(told["settings"]) == ["rank_rates"]
 
 
 def test_slot_scores_are_logged_once_and_path_scores_by_parent(logs):
@@ -354,7 +375,7 @@ def test_a_diagnosis_is_a_page_with_a_meaning_for_every_figure(
         assert row["tau"] == pytest.approx(row["replayed"], abs=1e-5)
     assert [row["tree"] for row in found["predictions"]] == [
         "chain 7", "tree 4", "tree 12", "algorithm 1 4", "algorithm 1 12",
-        "survival 4", "survival 12", "static 4", "static 12",
+        "static 4", "static 12", "survival 4", "survival 12",
     ]  # fmt: skip
     assert found["scoring"] == "path" and found["reference"]["tree"] == "tree 4"
     from rich.console import Console

@@ -200,10 +200,9 @@ def diagnose(
     trees = candidate_trees(log, budgets)
     simulations = [simulate(log, tree) for tree in trees]
     reference = simulations[trees.index(reference_tree(log, budgets))]
-    fitted = fitted_settings(log, reference) if log.scoring != "tree" else {}
-    if fitted:
-        trees += fitted_trees(log, budgets, fitted)
-        simulations += [simulate(log, tree) for tree in trees[len(simulations) :]]
+    fitted = fitted_settings(log, reference)
+    trees += fitted_trees(log, budgets, fitted)
+    simulations += [simulate(log, tree) for tree in trees[len(simulations) :]]
     best = oracle(log)
     walks = walk(log, reference.rows)
     replayed = trees if replay_all else [reference.tree]
@@ -257,12 +256,13 @@ def candidate_trees(log: DraftLog, budgets: Sequence[int]) -> list[TreeConfig]:
 def fitted_trees(
     log: DraftLog, budgets: Sequence[int], fitted: dict[str, list[float]]
 ) -> list[TreeConfig]:
-    """Trees by calibrated survival, and trees of one static shape, at every budget."""
-    survival = {"builder": "best_first", "score": "survival", "calibration": fitted["calibration"]}
-    static = {"builder": "static", "rank_rates": fitted["rank_rates"]}
+    """Trees of one static shape, and by calibrated survival where the head drafts edges."""
+    shapes: list[dict[str, Any]] = [{"builder": "static", "rank_rates": fitted["rank_rates"]}]
+    if "calibration" in fitted:
+        shapes.append({"score": "survival", "calibration": fitted["calibration"]})
     return [
         TreeConfig.model_validate({**shape, "budget": budget, "width": log.width})
-        for shape in (survival, static)
+        for shape in shapes
         for budget in sorted(set(budgets))
     ]
 

@@ -211,7 +211,7 @@ def fitted_settings(log: DraftLog, simulation: Simulation) -> dict[str, list[flo
     Returns:
         {rank_rates: how often a node's first, second, ... child is right once the node was
         accepted, falling and above 0 as `TreeConfig` wants them; calibration: temperatures by
-        depth (`trees.scores.fit_calibration`)}.
+        depth (`trees.scores.fit_calibration`), unless the head drafts trees}.
     """
     edges, hits, depths, first = [], [], [], []
     ranked = min(len(TreeConfig().rank_rates), log.width)
@@ -230,11 +230,11 @@ def fitted_settings(log: DraftLog, simulation: Simulation) -> dict[str, list[flo
             depths.append(torch.full((int(exists.sum()),), depth + 1))
     rates = torch.cat(first).double().mean(0).clamp(min=1e-4).cummin(0).values
     rates = rates / max(1.0, float(rates.sum()))
-    temperatures = fit_calibration(torch.cat(edges), torch.cat(hits), torch.cat(depths))
-    return {
-        "rank_rates": [round(rate, 6) for rate in rates.tolist()],
-        "calibration": [round(t, 4) for t in temperatures],
-    }
+    fitted = {"rank_rates": [round(rate, 6) for rate in rates.tolist()]}
+    if log.scoring != "tree":  # scores of whole trees are final
+        temperatures = fit_calibration(torch.cat(edges), torch.cat(hits), torch.cat(depths))
+        fitted["calibration"] = [round(temperature, 4) for temperature in temperatures]
+    return fitted
 
 
 def looping(statuses: Mapping[str, int]) -> dict[str, Any]:

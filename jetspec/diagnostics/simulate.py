@@ -59,6 +59,10 @@ class Simulation:
 def simulate(log: DraftLog, tree: TreeConfig) -> Simulation:
     """Walk the rounds of `tree` through the log.
 
+    A tree narrower than the log takes the first of the logged candidates. Path scores that are
+    normalised over the candidates were made for the log's width: there a narrower tree is close to
+    what the head would draft for it, and not the same.
+
     Raises:
         JetspecError: the tree is wider or deeper than what was logged.
     """
