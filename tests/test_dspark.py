@@ -363,6 +363,27 @@ def test_training_lowers_the_loss_calibrates_and_replay_is_real_decoding(target,
     assert tau == pytest.approx(sum(rounds) / len(rounds)) and tau > 1.1
 
 
+def test_on_a_frozen_backbone_only_the_two_heads_on_top_are_trained(target, tmp_path):
+    samples = greedy_samples(target, count=8, tokens=12, stop_token_ids=())
+    config = TrainingConfig(
+        anchors=8, sequence_length=40, batch_size=4, epochs=2, freeze_backbone=True, loss=PAPER,
+        estimate_samples=2, learning_rate=0.01,
+    )  # fmt: skip
+    head = new_head(DSparkConfig(block_size=3, num_layers=1, num_taps=2, markov_rank=4), target)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    after = train(config, head, target, samples, directory=str(tmp_path)).head.state_dict()
+    changed = {name.split(".")[0] for name in before if not torch.equal(after[name], before[name])}
+    assert changed == {"markov_head", "confidence_head"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_drafts_in_the_targets_dtype(target, dtype):
+    head = dspark(target).to(dtype)
+    draft = drafted(head, target, [5, 6, 7, 8, 9], 4)
+    assert draft.edge_scores.dtype == torch.float32
+    assert float(draft.edge_scores[0].logsumexp(-1).max()) < 1e-3
+
+
 @pytest.mark.parametrize("tree", ["chain", "algorithm1", "best_first"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
 def test_decoding_is_token_identical_to_plain(arch, tree):

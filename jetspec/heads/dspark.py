@@ -113,7 +113,8 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[..., d], [..., r] -> fp32 [...]."""
-        return self.proj(torch.cat([hidden, rows], dim=-1))[..., 0].float()
+        both = torch.cat([hidden, rows.to(hidden.dtype)], dim=-1)
+        return self.proj(both.to(self.proj.weight.dtype))[..., 0].float()
 
 
 @register
@@ -192,7 +193,7 @@ class DSparkHead(DraftHead):
         ) -> tuple[Tensor, Tensor, Tensor]:
             """(draft loss, confidence loss, hits) of one chunk; only it has logits at a time."""
             with torch.autocast(places.device.type, enabled=False):
-                logits = target.project(places) + self.markov_head.bias(rows.float())
+                logits = target.project(places) + self.markov_head.bias(rows)
                 taught = target.project(teacher[batch.teachers[first:last]])
                 shared, weight = batch.shared[here] - first, weights[here]
                 found = slot_losses(
@@ -204,7 +205,7 @@ class DSparkHead(DraftHead):
                 # What they share, 1 - |p - q| / 2, is the chance that a token drawn from the
                 # draft is accepted.
                 share = torch.minimum(logits.detach().softmax(-1), taught.softmax(-1)[shared])
-                said = self.confidence_head(places.detach().float(), rows.detach().float())
+                said = self.confidence_head(places.detach(), rows.detach())
                 truth = share.sum(-1).clamp(max=1)
                 judged = F.binary_cross_entropy_with_logits(said, truth, weight, reduction="sum")
             return draft, judged, found.hits
