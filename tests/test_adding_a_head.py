@@ -1,5 +1,7 @@
 """The recipe of CONTRIBUTING.md, taken at its word: a head and a path producer from outside."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,6 +143,10 @@ def test_what_was_added_trains_saves_loads_and_decodes_losslessly(added, stage, 
             assert ours.tokens == theirs.tokens
     replays = replay_tau(target, head, samples, TreeConfig(budget=12))
     assert any(count for replay in replays for count in replay.accepted)
+
+
+def test_the_head_of_the_recipe_stays_short():
+    assert len(inspect.getsource(toy_head).splitlines()) < 40
 
 
 def test_keys_tell_kinds_apart(added):

@@ -273,8 +273,11 @@ def test_reader_of_format_a_without_the_convolution_meets_another_architecture(t
         assert read_json(directory + "/config.json")["architectures"] == [name]
 
 
-@pytest.mark.parametrize("builder", ["chain", "algorithm1", "best_first"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [*((name, builder) for name in EVERY for builder in ("chain", "best_first")),
+     ("selector", "algorithm1"), ("own", "algorithm1")],
+)  # fmt: skip
 def test_decoding_is_lossless_and_replay_counts_its_rounds(target, samples, name, builder):
     head = stirred(tiny_head(target, block_size=5, **EVERY[name]))
     chosen = samples[:2]

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from jetspec.heads.config import HeadConfig
 
@@ -125,8 +126,7 @@ class EdgeProducer(nn.Module):
             return self._under_true_parents(embed, *part)
 
         pieces = [
-            torch.utils.checkpoint.checkpoint(rows, begin, use_reentrant=False)
-            for begin in range(0, len(blocks), _BLOCKS)
+            checkpoint(rows, begin, use_reentrant=False) for begin in range(0, len(blocks), _BLOCKS)
         ]
         scores = torch.cat(pieces)[spot] if pieces else log_q
         return lambda here: scores[here]
