@@ -152,6 +152,19 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What a user would ask.")],
     max_new_tokens: Annotated[int, typer.Option(help="Stop here at the latest.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep so many tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest one's.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 shuns tokens that stand in the text already.")
+    ] = 1.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN=BIAS", help="Add to a token id's logit. May be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Fixes every draw.")] = 0,
     budget: Annotated[
         int | None, typer.Option(help="Draft nodes; by default the serving table's.", min=1)
     ] = None,
@@ -171,7 +184,15 @@ def generate(
         parse_config(made_for),
         prompt,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
+        sampling={
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "logit_bias": tuple(generate_view.token_bias(text) for text in logit_bias or ()),
+            "seed": seed,
+        },
         budget=budget,
     )
     if as_json:

@@ -3,7 +3,7 @@
 Tokens that one round committed share a colour, so the eye sees how far each round reached.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,16 +85,18 @@ def answer(
     prompt: str,
     *,
     max_new_tokens: int,
-    temperature: float,
+    sampling: Mapping[str, Any],
     budget: int | None = None,
 ) -> Answer:
     """Decode `prompt` as a user's message with the reference loop.
 
     Args:
         config: `target` is the one the head was made for.
+        sampling: fields of `jetspec.sampling.SamplingParams`.
 
     Raises:
-        JetspecError: the target is not the one that the champion was made for.
+        JetspecError: a sampling setting out of range, or the target is not the one that the
+            champion was made for.
     """
     from jetspec.decode import decode
     from jetspec.drafters import HeadDrafter
@@ -104,7 +106,7 @@ def answer(
     from jetspec.trees.config import TreeConfig
 
     choice = choose(champion, config, budget)
-    sampling = SamplingParams(temperature=temperature)
+    params = SamplingParams(**sampling)
     target = load_target(config.target)
     if target.fingerprint != champion.fingerprint:
         raise JetspecError(
@@ -123,7 +125,7 @@ def answer(
         [target.render([{"role": "user", "content": prompt}])],
         drafter=HeadDrafter(head, target, width=width),
         tree=tree,
-        sampling=sampling,
+        sampling=params,
         max_new_tokens=max_new_tokens,
         stop_token_ids=target.eos_token_ids,
     )
@@ -137,6 +139,19 @@ def answer(
         finish=generation.finish,
         choice=choice,
     )
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """A bias as typed, `TOKEN=BIAS`.
+
+    Raises:
+        JetspecError: it is not written like that.
+    """
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise JetspecError("--logit-bias", text, "write a token id and a number: 42=-1.5") from None
 
 
 def pieces(

@@ -142,6 +142,7 @@ def test_registry_show_gives_metrics_and_lineage_to_a_script(registered: Workspa
 
 def test_generate_answers_with_the_champion_as_plain_decoding_would(registered: Workspace) -> None:
     from jetspec.decode import decode
+    from jetspec.sampling import SamplingParams
     from jetspec.targets.load import load_target
 
     jetspec(registered, "promote", "--force")
@@ -155,9 +156,32 @@ def test_generate_answers_with_the_champion_as_plain_decoding_would(registered: 
     assert shown["tokens"] == plain.tokens
     assert sum(shown["rounds"]) == len(plain.tokens) - 1
     assert shown["tau"] == pytest.approx(sum(shown["rounds"]) / len(shown["rounds"]))
+    shaped = ("--temperature", "0.8", "--top-p", "0.9", "--top-k", "30", "--min-p", "0.02")
+    shaped += ("--repetition-penalty", "1.3", "--logit-bias", "7=2", "--seed", "3")
+    drawn = jetspec(registered, "generate", "what is a tree?", *options, *shaped, "--json")
+    assert drawn.exit_code == 0, drawn.output
+    params = SamplingParams(0.8, 0.9, 30, 3, 0.02, 1.3, ((7, 2.0),))
+    plain = decode(target, [prompt], sampling=params, max_new_tokens=12).generations[0]
+    assert json.loads(drawn.stdout)["tokens"] == plain.tokens
     seen = jetspec(registered, "generate", "what is a tree?", *options)
     assert "tau " in seen.output
     assert "tok/s" in seen.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--logit-bias", "seven", "--logit-bias"),
+        ("--top-p", "0", "top_p"),
+        ("--min-p", "2", "min_p"),
+    ],
+)
+def test_a_wrong_sampling_option_is_one_line(
+    registered: Workspace, option: str, value: str, field: str
+) -> None:
+    jetspec(registered, "promote", "--force")
+    line = one_line(jetspec(registered, "generate", "why?", option, value))
+    assert line.startswith(f"error: {field}: ")
 
 
 def test_a_first_champion_cannot_be_rolled_back(registered: Workspace) -> None:
