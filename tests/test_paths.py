@@ -436,6 +436,19 @@ def test_parts_may_be_added_to_a_head_that_lacks_them(target, tmp_path, name):
     assert all(torch.equal(tensor, expected[k]) for k, tensor in added.state_dict().items())
 
 
+def test_another_producer_begins_fresh_on_the_same_head(target, tmp_path):
+    start = stirred(tiny_head(target, **PRODUCERS["markov"]))
+    save_head(start, str(tmp_path), target_fingerprint=target.fingerprint)
+    fresh = tiny_head(target, seed=1, **PRODUCERS["selector"])
+    head = starting_head(fresh.config, target, str(tmp_path), seed=1)
+    for key, tensor in head.state_dict().items():
+        source = fresh if key.startswith("edges.") else start
+        assert torch.equal(tensor, source.state_dict()[key])
+    wider = tiny_head(target, edge_rank=8).config
+    with pytest.raises(JetspecError, match=r"head\.edge_rank: 8: .* has 4"):
+        starting_head(wider, target, str(tmp_path), seed=1)
+
+
 def test_settings_of_older_heads_keep_their_keys_and_their_meaning():
     plain = HeadConfig(edge_rank=128)
     assert plain.producer == "markov" and HeadConfig().producer is None

@@ -103,13 +103,25 @@ class ParallelHead(DraftHead):
 
     def added_to(self, start: Self) -> frozenset[str]:
         added = {"rescore_nodes"}
-        if start.edges is None:
+        if start.edges is None or self._produces_otherwise(start):
             added |= {"edges", "edge_rank", "edge_gate", "edge_layers", "edge_width"}
         if start.rescorer is None:
             added |= {"rescore", "rescore_layers"}
         if not start.config.conv_rank:
             added |= {"conv_rank"}
         return frozenset(added)
+
+    def inherited(self, start: Self) -> dict[str, Tensor]:
+        state = start.state_dict()
+        if self._produces_otherwise(start):
+            # Producers share names of weights that mean different things.
+            state = {name: w for name, w in state.items() if not name.startswith("edges.")}
+        return state
+
+    def _produces_otherwise(self, start: Self) -> bool:
+        """Whether both have edges, of different producers."""
+        ours, theirs = self.config.producer, start.config.producer
+        return ours is not None and theirs is not None and ours != theirs
 
     def path_parameters(self) -> Iterable[nn.Parameter]:
         for part in (self.edges, self.rescorer):

@@ -136,8 +136,12 @@ class DraftHead(nn.Module):
 
     def added_to(self, start: Self) -> frozenset[str]:
         """Settings in which this head may differ from the one it warm-starts from: parts that
-        `start` lacks and that begin without changing its draft."""
+        `start` lacks, or has of another kind, and that begin without changing its slots."""
         return frozenset()
+
+    def inherited(self, start: Self) -> dict[str, Tensor]:
+        """Weights of `start` that this head begins with; the others stay fresh."""
+        return start.state_dict()
 
     def path_parameters(self) -> Iterable[nn.Parameter]:
         """What `training.freeze_backbone` leaves to be trained."""

@@ -133,8 +133,8 @@ def starting_head(
 ) -> DraftHead:
     """Fresh weights, or those of `warm_start`.
 
-    Path scores may be fresh where the warm start has none; in everything else its shape must be
-    the run's.
+    Path scores may be fresh where the warm start has none or of another producer; in everything
+    else its shape must be the run's.
 
     Raises:
         JetspecError: the first setting in which they differ.
@@ -155,8 +155,7 @@ def starting_head(
             raise JetspecError(
                 f"head.{name}", value, f"the warm start {warm_start} has {theirs}; set that"
             )
-    # Parts that the start lacks keep their fresh weights.
-    head.load_state_dict(start.state_dict(), strict=False)
+    head.load_state_dict(head.inherited(start), strict=False)
     return head
 
 
