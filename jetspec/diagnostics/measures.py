@@ -19,6 +19,7 @@ RANKS = (1, 2, 4, 8)
 """Upper ends of the rank groups: 1, 2, 3-4, 5-8, the other candidates; then "no candidate"."""
 
 BINS = 10
+_FEWEST = 30  # rounds that a depth must have been tested in to be calibrated by itself
 _CHUNK = 64  # rounds whose proposals are unfolded at one time
 
 
@@ -211,16 +212,20 @@ def fitted_settings(log: DraftLog, simulation: Simulation) -> dict[str, list[flo
     Returns:
         {rank_rates: how often a node's first, second, ... child is right once the node was
         accepted, falling and above 0 as `TreeConfig` wants them; calibration: temperatures by
-        depth (`trees.scores.fit_calibration`), unless the head drafts trees}.
+        depth (`trees.scores.fit_calibration`), as deep as enough rounds came, unless the head
+        drafts trees}.
     """
     edges, hits, depths, first = [], [], [], []
+    rows_at = [0] * log.depth
     ranked = min(len(TreeConfig().rank_rates), log.width)
     for rows, accepted in zip(
         simulation.rows.split(_CHUNK), simulation.accepted.split(_CHUNK), strict=True
     ):
         truth = log.truth[rows]
         for depth, (log_q, right) in enumerate(levels(log.propose(rows), truth)):
-            where = (accepted >= depth) & (truth[:, depth] >= 0)
+            tested = (accepted >= depth) & (truth[:, depth] >= 0)
+            where = tested & (log_q.amax(1) > -torch.inf)
+            rows_at[depth] += int(where.sum())
             best, order = log_q[where].sort(dim=1, descending=True, stable=True)
             right = right[where].gather(1, order)
             first.append(right[:, :ranked])
@@ -232,8 +237,11 @@ def fitted_settings(log: DraftLog, simulation: Simulation) -> dict[str, list[flo
     rates = rates / max(1.0, float(rates.sum()))
     fitted = {"rank_rates": [round(rate, 6) for rate in rates.tolist()]}
     if log.scoring != "tree":  # scores of whole trees are final
-        temperatures = fit_calibration(torch.cat(edges), torch.cat(hits), torch.cat(depths))
-        fitted["calibration"] = [round(temperature, 4) for temperature in temperatures]
+        known = sum(count >= _FEWEST for count in rows_at)
+        depth_of = torch.cat(depths)
+        here = depth_of <= known
+        found = fit_calibration(torch.cat(edges)[here], torch.cat(hits)[here], depth_of[here])
+        fitted["calibration"] = [round(temperature, 4) for temperature in found]
     return fitted
 
 
