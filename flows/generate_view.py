@@ -99,7 +99,6 @@ def answer(
             champion was made for.
     """
     from jetspec.decode import decode
-    from jetspec.drafters import HeadDrafter
     from jetspec.heads.registry import load_head
     from jetspec.sampling import SamplingParams
     from jetspec.targets.load import load_target
@@ -116,14 +115,15 @@ def answer(
             f"{target.fingerprint[:12]}); make a new head with `jetspec run`",
         )
     head = load_head(champion.head_uri).to(device=target.device, dtype=target.dtype).eval()
-    width = 1 if choice.builder == "chain" else min(config.evaluation.width, target.vocab_size)
+    alone = choice.builder == "chain" and not head.scores_paths  # the best candidate of a slot
+    width = 1 if alone else min(config.evaluation.width, target.vocab_size)
     tree = TreeConfig.model_validate(
         {"builder": choice.builder, "budget": choice.budget, "width": width}
     )
     result = decode(
         target,
         [target.render([{"role": "user", "content": prompt}])],
-        drafter=HeadDrafter(head, target, width=width),
+        drafter=head.drafter(target, width=width),
         tree=tree,
         sampling=params,
         max_new_tokens=max_new_tokens,
