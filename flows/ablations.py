@@ -13,6 +13,7 @@ from rich.console import Console
 from flows import cluster, tracking
 from flows.ablation_config import AblationConfig, load_ablation
 from flows.ablation_report import VERDICTS, Outcome, findings, markdown, sentence
+from flows.presets import placed
 from flows.regen_train_eval import distil, evaluate, regenerate, stage
 from jetspec import __version__, storage
 from jetspec.config import RunConfig
@@ -27,17 +28,20 @@ console = Console(stderr=True)
 
 
 @flow(name="ablations", flow_run_name="{config}", persist_result=False)
-def ablations(config: str = "ablations", overrides: list[str] | None = None) -> dict[str, Any]:
+def ablations(
+    config: str = "ablations", overrides: list[str] | None = None, storage: str | None = None
+) -> dict[str, Any]:
     """Make and measure every variant, and report.
 
     Args:
         config: a preset's name or the path of an ablation's file.
         overrides: `section.key=value`, laid over its base.
+        storage: where output goes instead of its base's `storage`; an override wins.
 
     Returns:
         Where the report is, and every claim with its verdict.
     """
-    plan = load_ablation(config, tuple(overrides or ()))
+    plan = load_ablation(config, placed(storage, overrides))
     base = _absolute(plan.base_run())
     runs = {name: _absolute(run) for name, run in plan.runs().items()}
     console.print(f"{len(runs)} variants: output in {base.storage}", soft_wrap=True)

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jetspec.config import RunConfig
+from jetspec.heads.shipped import SHIPPED
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def check_target(config: RunConfig) -> Decision:
 
 
 def following(config: RunConfig, decision: Decision) -> RunConfig:
-    """The config of the run that `decision` asks for: a start the run file names stays."""
-    if decision.warm_start is None or config.training.warm_start is not None:
+    """The config of the run that `decision` asks for: a head of the user's own stays the start."""
+    if decision.warm_start is None or config.training.warm_start not in (None, SHIPPED):
         return config
     training = config.training.model_copy(update={"warm_start": decision.warm_start})
     return config.model_copy(update={"training": training})

@@ -1,5 +1,6 @@
 """The run files that ship with the project, named without their path."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,12 +21,18 @@ def resolve_run(run: str, overrides: tuple[str, ...] = ()) -> RunConfig:
         JetspecError: neither exists, or the file is not a valid run.
     """
     if _is_path(run):
-        return load_config(run, overrides)
+        return load_config(run, overrides, Path(str(_RUNS)))
     preset = preset_path(run)
     if not preset.is_file():
         names = ", ".join(preset_names())
         raise JetspecError("run", run, f"no such preset (there are: {names}) or .yaml file")
     return load_config(preset, overrides)
+
+
+def placed(storage: str | None, overrides: Sequence[str] | None) -> tuple[str, ...]:
+    """The overrides of a flow run: a deployment's storage first, so that one of its own wins."""
+    place = () if storage is None else (f"storage={storage}",)
+    return (*place, *(overrides or ()))
 
 
 def preset_path(run: str) -> Path:

@@ -15,15 +15,15 @@ from rich.console import Console
 from flows import cluster, nightly, registry, summary, tracking
 from flows.distill import distill_with_ray
 from flows.evaluate import evaluate_with_ray
-from flows.presets import resolve_run
+from flows.presets import placed, resolve_run
 from flows.promote import promote_head
 from flows.regenerate import regenerate_with_ray
-from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
 from jetspec.evaluation.matrix import read_records
 from jetspec.evaluation.selection import select_head
 from jetspec.stages import StageResult
+from jetspec.storage import absolute, read_manifest
 
 console = Console(stderr=True)
 
@@ -47,6 +47,7 @@ def regen_train_eval(
     config: str = "default",
     overrides: list[str] | None = None,
     only_if_target_changed: bool = False,
+    storage: str | None = None,
 ) -> dict[str, Any]:
     """Make a draft head for the run's target and promote it if it is better.
 
@@ -54,12 +55,13 @@ def regen_train_eval(
         config: a preset's name or the path of a run file.
         overrides: `section.key=value`, laid over the run file.
         only_if_target_changed: do nothing while the champion was made for the target as it is.
+        storage: where output goes instead of the run file's `storage`; an override wins.
 
     Returns:
         The outcome of every stage as small JSON values.
     """
-    run = resolve_run(config, tuple(overrides or ()))
-    run = run.model_copy(update={"storage": storage.absolute(run.storage)})
+    run = resolve_run(config, placed(storage, overrides))
+    run = run.model_copy(update={"storage": absolute(run.storage)})
     if only_if_target_changed:
         decision = nightly.check_target(run)
         if not decision.go:
@@ -127,7 +129,7 @@ def choose(run: RunConfig, parent: tracking.Run, head: StageResult, start: str |
 
 def _same_target(start: str, head: StageResult) -> bool:
     """A head of the target as it was drafts for the target as it is only by luck."""
-    manifest = storage.read_manifest(start, kind="head", verify=False)
+    manifest = read_manifest(start, kind="head", verify=False)
     return bool(manifest["target_fingerprint"] == head.facts["target_fingerprint"])
 
 

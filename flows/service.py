@@ -9,11 +9,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ POOL = "jetspec"
 FLOW = "regen-train-eval"
 ABLATIONS = "ablations"
 START_TIMEOUT_S = 120.0
+_BUSY_WAITS_S = (1.0, 3.0, 9.0)
 
 # Nothing here reports home.
 QUIET = {
@@ -47,6 +50,9 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+# MLflow's background jobs score traces, of which there are none.
+NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def services(storage: str, prefect_port: int, mlflow_port: int) -> list[Service]
             "/api/health",
             "--prefect-port",
         ),
-        Service("mlflow", (*python, *mlflow), {}, mlflow_port, "/health", "--mlflow-port"),
+        Service("mlflow", (*python, *mlflow), NO_JOBS, mlflow_port, "/health", "--mlflow-port"),
         Service("worker", (*python, *worker), {"PREFECT_API_URL": api}),
     ]
 
@@ -135,6 +141,8 @@ def up(
     if not files.is_local(storage):
         raise JetspecError("--storage", storage, "must be a local directory")
     storage = files.absolute(storage)
+    if Path(storage).exists() and not Path(storage).is_dir():
+        raise JetspecError("--storage", storage, "is a file; give a directory")
     project = project or Path(__file__).resolve().parent.parent
     if not (project / "prefect.yaml").is_file():
         raise JetspecError("prefect.yaml", project, "not found; run from a clone of the project")
@@ -271,8 +279,11 @@ def _deploy(api: str, project: Path, storage: str) -> None:
         return
     found = _call(f"{api}/deployments/filter", {"flows": {"name": {"any_": [FLOW, ABLATIONS]}}})
     for deployment in found:
-        parameters = {**deployment["parameters"], "overrides": [f"storage={storage}"]}
-        _call(f"{api}/deployments/{deployment['id']}", {"parameters": parameters}, "PATCH")
+        parameters = {**deployment["parameters"], "storage": storage}
+        try:
+            _call(f"{api}/deployments/{deployment['id']}", {"parameters": parameters}, "PATCH")
+        except OSError as error:
+            raise JetspecError("deploy", deployment["name"], f"failed ({error})") from error
 
 
 def _worker_online(api: str) -> bool:
@@ -284,12 +295,20 @@ def _worker_online(api: str) -> bool:
 
 
 def _call(url: str, body: dict[str, Any], method: str = "POST") -> Any:
+    """One request; a server that is too busy just now is asked again."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method=method
     )
-    with urllib.request.urlopen(request, timeout=10) as response:
-        text = response.read()
-    return json.loads(text) if text else None
+    for wait in (*_BUSY_WAITS_S, None):
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                text = response.read()
+            return json.loads(text) if text else None
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or wait is None:
+                raise
+        time.sleep(wait)
+    return None
 
 
 def _answers(url: str) -> bool:

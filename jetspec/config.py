@@ -47,12 +47,30 @@ class RunConfig(Settings):
     tracking: TrackingConfig = TrackingConfig()
 
 
-def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: tuple[str, ...] = (), presets: Path | None = None
+) -> RunConfig:
     """The run file at `path`, with `section.key=value` overrides laid over it (values are YAML).
 
+    A file with `base: NAME` holds only what differs from another: from that preset, or from the
+    run file at that path.
+
+    Args:
+        presets: the directory of the presets; None is that of the file itself.
+
     Raises:
-        JetspecError: the file is missing, is not YAML, or a field is unknown or out of range.
+        JetspecError: the file or its base is missing or is not YAML, bases go round in a circle,
+            or a field is unknown or out of range.
     """
+    raw = _read_run(Path(path), presets)
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw)
+
+
+def _read_run(path: Path, presets: Path | None, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in above:
+        raise JetspecError("base", path.stem, "leads back to the run file itself")
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
@@ -61,9 +79,24 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise JetspecError("config", path, f"cannot be read ({error})") from error
     if not isinstance(raw, dict):
         raise JetspecError("config", path, "must be a mapping of sections")
-    for override in overrides:
-        _apply(raw, override)
-    return parse_config(raw)
+    base = raw.pop("base", None)
+    if base is None:
+        return raw
+    named = isinstance(base, str) and not base.endswith((".yaml", ".yml"))
+    place = (presets or path.parent) / f"{base}.yaml" if named else path.parent / str(base)
+    if not place.is_file():
+        raise JetspecError("base", base, f"not found ({place}); name a preset or a run file")
+    return _laid_over(_read_run(place, presets, (*above, path.resolve())), raw)
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, section by section; lists are replaced whole."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _laid_over(old, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
@@ -87,4 +120,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
             raise JetspecError("--set", override, f"{section} is not a section")
-    raw[last] = yaml.safe_load(text)
+    try:
+        raw[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise JetspecError("--set", override, "the value is not YAML; quote it") from error

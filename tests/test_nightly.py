@@ -31,6 +31,14 @@ def test_a_changed_target_starts_from_the_champion() -> None:
     assert config.training.epochs == parse_config({}).training.epochs
 
 
+def test_the_champion_is_a_better_start_than_the_shipped_head() -> None:
+    config = parse_config({"training": {"warm_start": "shipped"}})
+    decision = nightly.decide("b" * 64, 3, "a" * 64)
+    assert nightly.following(config, decision).training.warm_start == "champion"
+    first = nightly.decide("b" * 64, None, None)
+    assert nightly.following(config, first).training.warm_start == "shipped"
+
+
 def test_a_start_that_the_run_file_names_is_kept() -> None:
     config = parse_config({"training": {"warm_start": "/heads/mine"}})
     decision = nightly.decide("b" * 64, 3, "a" * 64)

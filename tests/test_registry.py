@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows import processes, registered, registry, tracking
+from flows import processes, registered, registry, service, tracking
 from jetspec import storage
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
@@ -231,7 +231,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
     command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{root}/mlflow.db"]
     command += ["--artifacts-destination", str(root / "artifacts")]
-    process = processes.spawn("mlflow", command, environment={}, directory=root, log=root / "log")
+    process = processes.spawn(
+        "mlflow", command, environment=service.NO_JOBS, directory=root, log=root / "log"
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         processes.wait_until(process, lambda: _answers(f"{url}/health"), "answer", 120)

@@ -1,6 +1,7 @@
 """Local services: started once, found again, stopped whole, and never someone else's process."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +39,13 @@ from prefect import flow
 
 @flow(name="regen-train-eval")
 def regen_train_eval(
-    config: str = "default", overrides: list[str] = [], only_if_target_changed: bool = False
+    config: str = "default",
+    overrides: list[str] = [],
+    only_if_target_changed: bool = False,
+    storage: str | None = None,
 ) -> dict:
-    Path(__file__).with_name(f"ran-{config}").write_text(f"{overrides} {only_if_target_changed}")
+    told = f"{storage} {overrides} {only_if_target_changed}"
+    Path(__file__).with_name(f"ran-{config}").write_text(told)
     return {}
 """
 
@@ -158,6 +166,34 @@ def test_what_is_left_after_a_crash_is_replaced(fakes: pytest.MonkeyPatch, tmp_p
         service.down(str(tmp_path))
 
 
+def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JetspecError, match=r"--storage: .*file: is a file"):
+        up(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("code", "answers"), [(503, True), (422, False)])
+def test_a_busy_server_is_asked_again_and_a_refusal_is_final(
+    code: int, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> Any:
+        calls.append(request.full_url)
+        if len(calls) == 1:
+            raise urllib.error.HTTPError(request.full_url, code, "no", Message(), None)
+        return io.BytesIO(b"[1]")
+
+    monkeypatch.setattr(service, "_BUSY_WAITS_S", (0.0,))
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    if answers:
+        assert service._call("http://server/api", {}) == [1]
+    else:
+        with pytest.raises(urllib.error.HTTPError):
+            service._call("http://server/api", {})
+    assert len(calls) == 1 + answers
+
+
 def test_a_project_without_prefect_yaml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JetspecError, match=r"prefect\.yaml"):
         service.up(str(tmp_path), prefect_port=1, mlflow_port=2, project=tmp_path)
@@ -266,13 +302,14 @@ def test_after_up_the_documented_commands_start_runs(tmp_path: Path) -> None:
             f"service.up({str(runs)!r}, prefect_port={free_port()}, mlflow_port={free_port()},"
             f" project=Path({str(project)!r}))"
         )
-        prefect("deployment", "run", "regen-train-eval/default", "--watch")
+        changes = ("--param", 'overrides=["prompts.limit=8"]')
+        prefect("deployment", "run", "regen-train-eval/default", "--watch", *changes)
         ran = (project / "flows" / "ran-default").read_text()
-        assert ran == f"['storage={runs}'] False"
+        assert ran == f"{runs} ['prompts.limit=8'] False"
         prefect("event", "emit", "jetspec.target.updated", "--resource-id", "jetspec.target")
         nightly = project / "flows" / "ran-nightly"
         assert eventually(nightly.exists, 120)
-        assert nightly.read_text().endswith("True")
+        assert nightly.read_text() == f"{runs} [] True"
     finally:
         stopped = python(f"import json; print(json.dumps(service.down({str(runs)!r})))")
     assert json.loads(stopped) == ["prefect", "mlflow", "worker"]
