@@ -38,7 +38,7 @@ UNTRAINED = ("lookup", "draft model")
 DRAFTERS = (*HEADS_OF_THE_MATRIX, *UNTRAINED)
 PROMPTS = [[3, 5, 4, 5, 6], [7, 3, 5, 4, 5]]
 # A vocabulary of 8 leaves a random head one guess in eight: rounds accept some and reject some.
-VOCAB, NEW, DRAWS = 8, 5, 300
+VOCAB, NEW, DRAWS = 8, 4, 250
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.97, repetition_penalty=1.1, seed=5)
 DRAWN = SamplingParams(temperature=1.3, seed=5)
 FITS = {"residual": ("chain", "static")}
