@@ -400,9 +400,13 @@ def test_another_precision_on_a_worker_is_refused(
         regenerate(run())
 
 
-def test_a_backend_that_is_not_there_yet_says_so(run: Any) -> None:
-    with pytest.raises(JetspecError, match=r"regeneration.backend: engine"):
-        regenerate(run(backend="engine"))
+def test_the_engine_writes_the_answers_of_the_default_backend(run: Any) -> None:
+    def answers(config: RunConfig) -> dict[str, list[int]]:
+        regenerate(config)
+        return {s.prompt_id: s.input_ids for s in read_samples(directory(config))}
+
+    default = answers(run())
+    assert default and answers(run(backend="engine")) == default
 
 
 def test_the_progress_bar_shows_rate_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
