@@ -8,15 +8,10 @@ does before `enter` (reading weights ahead) overlaps with its predecessors.
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-LANES = 64
-_PREFETCH = "cp.async.bulk.prefetch.L2.global [$1], {}; mov.u32 $0, 0;"
 
 _state = {"overlap": True}
 
@@ -27,42 +22,6 @@ def enter(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def read_ahead(w_ptr, rows, row_bytes, program, programs, ASM: tl.constexpr, LANES: tl.constexpr):
-    """The start of every weight row to the L2 cache, the rows shared out among the programs."""
-    for first in tl.range(program * LANES, rows, programs * LANES):
-        row = tl.minimum(first + tl.arange(0, LANES), rows - 1).to(tl.int64)
-        at = w_ptr.to(tl.int64) + row * row_bytes
-        tl.inline_asm_elementwise(ASM, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A weight whose product comes next: a kernel that leaves memory idle fetches its beginning.
-
-    Attributes:
-        weight: [N, K].
-        bytes: of every row, a multiple of 16.
-    """
-
-    weight: Tensor
-    bytes: int
-
-
-def ahead_arguments(ahead: Ahead | None, like: Tensor) -> tuple[Tensor, int, int]:
-    """(weight, rows, bytes a row) for a kernel that reads ahead; stand-ins when there is none."""
-    if ahead is None:
-        return like, 0, 0
-    weight = ahead.weight
-    return weight, weight.shape[0], weight.stride(0) * weight.element_size()
-
-
-def ahead_options(ahead: Ahead | None) -> dict[str, str]:
-    """The launch keyword that goes with `ahead_arguments`; empty where nothing reads ahead."""
-    on = ahead is not None and ahead.bytes > 0 and dependent()["PDL"]
-    return {"AHEAD": _PREFETCH.format(ahead.bytes) if on and ahead else ""}
 
 
 @functools.cache

@@ -5,27 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import (
-    LANES,
-    Ahead,
-    ahead_arguments,
-    ahead_options,
-    dependent,
-    enter,
-    read_ahead,
-)
+from kernels.launch import dependent, enter
 
 
 @triton.jit
 def _silu_mul(
-    x_ptr, out_ptr, rows, width, ahead_ptr, ahead_rows, ahead_bytes,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, out_ptr, rows, width, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if AHEAD != "":
-        programs = tl.num_programs(0) * rows
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        read_ahead(ahead_ptr, ahead_rows, ahead_bytes, program, programs, AHEAD, LANES)
     enter(PDL)
     row = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -45,14 +31,11 @@ def _silu_mul(
     tl.store(out_ptr + row * width + col, (gate * up).to(store_type), mask=ok)
 
 
-def silu_mul(
-    gate_up: Tensor, dtype: torch.dtype | None = None, ahead: Ahead | None = None
-) -> Tensor:
+def silu_mul(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """SiLU(gate) * up, [T, I] in `dtype` (None: the input's).
 
     Args:
         gate_up: [T, 2 I], gate first; or fp32 [S, T, 2 I] partial sums, added in order.
-        ahead: the weight that the result is multiplied by.
     """
     parts = gate_up.shape[0] if gate_up.dim() == 3 else 1
     rows, both = gate_up.shape[-2:]
@@ -60,8 +43,6 @@ def silu_mul(
     out = torch.empty(rows, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
     chunk = 1024
     _silu_mul[(triton.cdiv(width, chunk), rows)](
-        gate_up, out, rows, width, *ahead_arguments(ahead, out),
-        PARTS=parts, CHUNK=chunk, LANES=LANES, num_warps=4,
-        **ahead_options(ahead), **dependent(),
-    )  # fmt: skip
+        gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4, **dependent()
+    )
     return out

@@ -5,26 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import (
-    LANES,
-    Ahead,
-    ahead_arguments,
-    ahead_options,
-    dependent,
-    enter,
-    read_ahead,
-)
+from kernels.launch import dependent, enter
 
 
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr, rows, width, eps,
-    ahead_ptr, ahead_rows, ahead_bytes,
-    PARTS: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD != "":
-        read_ahead(ahead_ptr, ahead_rows, ahead_bytes, tl.program_id(0), rows, AHEAD, LANES)
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
@@ -45,14 +33,13 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Ahead | None = None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual) * weight, x + residual), both [T, d] in the weight's type.
 
     Args:
         x: [T, d], or fp32 [S, T, d] partial sums of a split matrix product, added in order.
         residual: [T, d], or None.
-        ahead: the weight that the result is multiplied by.
     """
     parts = x.shape[0] if x.dim() == 3 else 1
     rows, width = x.shape[-2:]
@@ -60,8 +47,7 @@ def add_rms_norm(
     new_residual = torch.empty_like(out)
     _add_rms_norm[(rows,)](
         x, out if residual is None else residual, weight, out, new_residual, rows, width, eps,
-        *ahead_arguments(ahead, x),
         PARTS=parts, RESIDUAL=residual is not None, WIDTH=triton.next_power_of_2(width),
-        num_warps=8 if width >= 2048 else 4, LANES=LANES, **ahead_options(ahead), **dependent(),
+        num_warps=8 if width >= 2048 else 4, **dependent(),
     )  # fmt: skip
     return out, new_residual

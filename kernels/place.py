@@ -1,4 +1,6 @@
-"""Where the rows of a pass stand: rotary positions, cache rows and counts, in one launch."""
+"""Where the rows of a pass stand, and rows picked from several tensors."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -64,3 +66,36 @@ def place_rows(
         num_warps=1 if padded <= 128 else 4, **dependent(),
     )  # fmt: skip
     return positions, cache_rows, counts
+
+
+@triton.jit
+def _gather(
+    source_ptr, index_ptr, out_ptr, width, out_stride, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    ok = column < width
+    source = tl.load(index_ptr + row).to(tl.int64)
+    values = tl.load(source_ptr + source * width + column, mask=ok, other=0.0)
+    tl.store(out_ptr + row * out_stride + column, values, mask=ok)
+
+
+def gather_rows(sources: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Row index[r] of every source, side by side: [R, n x d].
+
+    Args:
+        sources: n tensors [T, d], contiguous.
+        index: long [R].
+    """
+    width, rows = sources[0].shape[1], len(index)
+    out = torch.empty(
+        rows, len(sources) * width, dtype=sources[0].dtype, device=sources[0].device
+    )  # fmt: skip
+    chunk = min(1024, triton.next_power_of_2(width))
+    for number, source in enumerate(sources):
+        _gather[(rows, triton.cdiv(width, chunk))](
+            source, index, out[:, number * width :], width, out.stride(0), CHUNK=chunk,
+            num_warps=4, **dependent(),
+        )  # fmt: skip
+    return out

@@ -15,30 +15,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import dependent
-
-_READ_AHEAD = "cp.async.bulk.prefetch.L2.global [$1], {}; mov.u32 $0, 0;"
+from kernels.launch import dependent, enter
 
 
 @triton.jit
 def _product(
     x_ptr, w_ptr, out_ptr, m, n, k, part_k,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     step = tl.arange(0, STEP)
     first = part * part_k
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD != "":
-            # Weights depend on no other kernel: the first of them come to the L2 cache meanwhile.
-            rows = tl.where(output < n, output, 0).to(tl.int64)
-            at = (w_ptr + rows * k + first).to(tl.int64)
-            tl.inline_asm_elementwise(AHEAD, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-        tl.extra.cuda.gdc_wait()
+    enter(PDL)
     acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     if DESCRIPTORS:
         for start in tl.range(first, first + part_k, STEP):
@@ -46,12 +37,11 @@ def _product(
             x = x_ptr.load([tl.program_id(0) * TOKENS, start])
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     else:
-        # Rows beyond the end read row 0: cheaper than masks, and never stored.
+        # Rows beyond the end read a real one and are never stored: cheaper than masks. Tokens are
+        # spread, since many copies of one row would wait for the same lines of the L2 cache.
         row = tl.where(output < n, output, 0).to(tl.int64)
         w_at = w_ptr + row[:, None] * k + first + step[None, :]
-        x_at = (
-            x_ptr + tl.where(token < m, token, 0).to(tl.int64)[None, :] * k + first + step[:, None]
-        )
+        x_at = x_ptr + (token % m).to(tl.int64)[None, :] * k + first + step[:, None]
         for _ in tl.range(0, part_k, STEP):
             acc = tl.dot(tl.load(w_at), tl.load(x_at), acc, input_precision="ieee")
             w_at += STEP
@@ -72,8 +62,6 @@ class GemmPlan:
     warps: int
     stages: int
     descriptors: bool = False
-    ahead: int = 1024
-    """Bytes of every weight row read ahead while the kernel before still runs; 0 reads none."""
 
 
 def parts_for(n: int, k: int) -> int:
@@ -87,11 +75,12 @@ def parts_for(n: int, k: int) -> int:
 def gemm_plan(m: int, n: int, item_bytes: int = 2) -> GemmPlan:
     """The measured choice (docs/kernels.md) for m rows and an [n, k] weight."""
     narrow = max(item_bytes // 2, 1)  # steps share the stages' memory
-    if m <= 16:
-        return GemmPlan(tokens=16, outputs=128, step=128 // narrow, warps=4, stages=4)
+    if m <= 32:
+        tokens = 16 if m <= 16 else 32
+        return GemmPlan(tokens=tokens, outputs=128, step=128 // narrow, warps=4, stages=4)
     if m <= 64:
-        tokens, outputs = 32 if m <= 32 else 64, 64 if n <= 8192 else 128
-        return GemmPlan(tokens=tokens, outputs=outputs, step=64 // narrow, warps=4, stages=4)
+        outputs = 64 if n <= 8192 else 128
+        return GemmPlan(tokens=64, outputs=outputs, step=64 // narrow, warps=4, stages=4)
     return GemmPlan(tokens=128, outputs=64, step=64 // narrow, warps=4, stages=4)
 
 
@@ -124,14 +113,11 @@ def small_gemm(
     if plan.descriptors:
         x_source = TensorDescriptor.from_tensor(x, [plan.tokens, plan.step])
         w_source = TensorDescriptor.from_tensor(w, [plan.outputs, plan.step])
-    launch = dependent()
-    ahead = min(plan.ahead, k // parts * w.element_size()) // 16 * 16
-    read_ahead = launch["PDL"] and ahead and not plan.descriptors
     grid = (triton.cdiv(m, plan.tokens), triton.cdiv(n, plan.outputs), parts)
     _product[grid](
         x_source, w_source, out, m, n, k, k // parts,
         TOKENS=plan.tokens, OUTPUTS=plan.outputs, STEP=plan.step,
-        DESCRIPTORS=plan.descriptors, AHEAD=_READ_AHEAD.format(ahead) if read_ahead else "",
-        num_warps=plan.warps, num_stages=plan.stages, **launch,
+        DESCRIPTORS=plan.descriptors, num_warps=plan.warps,
+        num_stages=plan.stages, **dependent(),
     )  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 Log-probabilities of the whole vocabulary are never written: log q of a candidate is its logit
 minus the row's log-sum-exp. Equal logits go to the lower token id. The first pass reads every
 chunk of the vocabulary once; only the W chunks with the best maxima can hold one of the W best, and
-the second pass orders those alone.
+the second pass picks from those alone. The W-th best maximum bounds the W best from below, and
+few logits reach it: the second pass lays them out without ordering them.
 """
 
 import torch
@@ -45,17 +46,21 @@ def _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 def _chunk_max(
-    logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
+    logits_ptr, best_ptr, sum_ptr, vocab, stride, chunks,
+    SUM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    logits, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
-    best = tl.max(keys, 0)
-    top, _ = unpack(best)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(best_ptr + row * chunks + chunk, best)
-    tl.store(sum_ptr + row * chunks + chunk, tl.sum(tl.exp(logits - base), 0))
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    at = logits_ptr + row.to(tl.int64) * stride + token
+    logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    top = tl.max(logits, 0)
+    first = tl.min(tl.where((logits == top) & (token < vocab), token, 0x7FFFFFFF), 0)
+    tl.store(best_ptr + row * chunks + chunk, pack(top, first))
+    if SUM:
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(sum_ptr + row * chunks + chunk, tl.sum(tl.exp(logits - base), 0))
 
 
 @triton.jit
@@ -74,27 +79,39 @@ def _chunk_best(
     # A chunk with `WIDTH` better chunks before it holds none of the row's best.
     if place < WIDTH:
         _, keys = _chunk_keys(logits_ptr, row, chunk, vocab, stride, CHUNK)
+        floor = tl.full((), _NONE, tl.int64)
+        if CHUNKS >= KEPT:
+            floor = tl.min(tl.topk(bests, KEPT), 0)
+        reach = (keys >= floor) & (keys != _NONE)
+        order = tl.cumsum(reach.to(tl.int32), 0)
+        count = tl.max(order, 0)
         out = keys_ptr + (row * WIDTH + place) * KEPT
-        tl.store(out + tl.arange(0, KEPT), tl.topk(keys, KEPT))
+        slots = tl.arange(0, KEPT)
+        if count <= KEPT:
+            tl.store(out + slots, tl.full((KEPT,), _NONE, tl.int64), mask=slots >= count)
+            tl.store(out + order - 1, keys, mask=reach)
+        else:
+            tl.store(out + slots, tl.topk(keys, KEPT))
 
 
 @triton.jit
 def _merge_best(
     keys_ptr, best_ptr, sum_ptr, values_ptr, tokens_ptr, lse_ptr, chunks,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
+    SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
     bests = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=_NONE)
-    sums = tl.load(sum_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
-    tops, _ = unpack(bests)
-    tops = tl.where(chunk < chunks, tops, float("-inf"))
     best = tl.max(bests, 0)
     top, token = unpack(best)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(lse_ptr + row, top + tl.log(tl.sum(sums * tl.exp(tops - base), 0)))
+    if SUM:
+        sums = tl.load(sum_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+        tops, _ = unpack(bests)
+        tops = tl.where(chunk < chunks, tops, float("-inf"))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(lse_ptr + row, top + tl.log(tl.sum(sums * tl.exp(tops - base), 0)))
     if WIDTH == 1:
         tl.store(values_ptr + row, top)
         tl.store(tokens_ptr + row, token)
@@ -108,13 +125,16 @@ def _merge_best(
         tl.store(tokens_ptr + row * WIDTH + rank, token.to(tl.int64), mask=rank < WIDTH)
 
 
-def topk_logsumexp(logits: Tensor, width: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
+def topk_logsumexp(
+    logits: Tensor, width: int, chunk: int = CHUNK, sums: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` best logits of each row, best first, their ids, and the row's log-sum-exp.
 
     Args:
         logits: [R, V], any float type, unit stride along V; width <= V.
         chunk: vocabulary entries a program reduces, a power of two; a smaller vocabulary takes a
             smaller one.
+        sums: False leaves the log-sum-exp out; its entries then hold anything.
 
     Returns:
         values fp32 [R, width], tokens int64 [R, width], lse fp32 [R].
@@ -131,7 +151,7 @@ def topk_logsumexp(logits: Tensor, width: int, chunk: int = CHUNK) -> tuple[Tens
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
     _chunk_max[(chunks, rows)](
-        logits, best, total, vocab, logits.stride(0), chunks, CHUNK=chunk, num_warps=4,
+        logits, best, total, vocab, logits.stride(0), chunks, SUM=sums, CHUNK=chunk, num_warps=4,
         **dependent(),
     )  # fmt: skip
     keys = best
@@ -144,7 +164,7 @@ def topk_logsumexp(logits: Tensor, width: int, chunk: int = CHUNK) -> tuple[Tens
         )  # fmt: skip
     _merge_best[(rows,)](
         keys, best, total, values, tokens, lse, chunks,
-        WIDTH=width, KEPT=kept, KEYS=triton.next_power_of_2(width * kept), CHUNKS=padded,
+        WIDTH=width, KEPT=kept, KEYS=triton.next_power_of_2(width * kept), CHUNKS=padded, SUM=sums,
         num_warps=4,
         **dependent(),
     )  # fmt: skip

@@ -13,6 +13,7 @@ positions: neither the rest of the batch nor a capture's shapes change a row's b
 the same cuts for any number of nodes too; otherwise many rows are cut less often than few.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +22,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import (
-    LANES,
-    Ahead,
-    ahead_arguments,
-    ahead_options,
-    dependent,
-    enter,
-    read_ahead,
-)
+from kernels.launch import dependent, enter
 
 MERGE = 8
 """Splits merged at once; a constant of the reduction order, not a tuning knob."""
+FEW_PROGRAMS = 48
+MERGED_ROWS = 4
+"""Heads of a node that one program of the merge takes, where they divide so."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +49,34 @@ class Plan:
     descriptors: bool = False
 
 
-def plan_for(nodes: int, group: int, page_size: int, row_bytes: int = 256) -> Plan:
+def plan_for(nodes: int, group: int, programs: int, page_size: int, item_bytes: int = 2) -> Plan:
     """The measured choice (docs/kernels.md) for a launch of `nodes` rows a sequence.
 
     Args:
-        row_bytes: of one key; wide rows get fewer stages, since the stages share 228 KB.
+        programs: KV heads x sequences. A launch that fills the card has more to gain from two
+            programs a multiprocessor than from a fourth stage.
     """
+    if item_bytes > 2:  # no matrix instruction: unrolled products of wide tiles compile for minutes
+        return Plan(rows=16, tile=min(page_size, 32), warps=4, stages=2)
     tile = min(page_size, 64)
-    stages = 2 if row_bytes > 256 else 4 if nodes * group <= 64 else 3
-    return Plan(rows=64, tile=tile, warps=4, stages=stages, descriptors=nodes * group > 64)
+    if nodes * group <= 64 and programs <= FEW_PROGRAMS:
+        return Plan(rows=64, tile=tile, warps=4, stages=4)
+    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
 
 
-def splits_for(rows: int, exact: bool) -> tuple[int, int]:
-    """(shortest split in rows of KV, most splits of a prefix) for `rows` = nodes x group.
+def splits_for(programs: int, exact: bool) -> tuple[int, int]:
+    """(shortest split in rows of KV, most splits of a prefix).
 
-    A split doubles with the context until that many cover the prefix. Few rows need many splits to
-    fill the card; with many rows the partial results cost more than they bring.
+    A split doubles with the context until that many cover the prefix. Few programs need many
+    splits to fill the card; with many, partial results and short loops cost more than they bring.
+
+    Args:
+        programs: of one split: tiles of query rows x KV heads x sequences.
+        exact: cuts that depend on neither.
     """
-    return (256, 24) if exact or rows <= 64 else (512, 12)
+    if exact or programs <= FEW_PROGRAMS:
+        return 256, 24
+    return (512, 12) if programs <= 96 else (1024, 12)
 
 
 @triton.jit
@@ -125,17 +131,11 @@ def _tile_words(bits, first, WORDS: tl.constexpr, node_ok, chunk: tl.constexpr):
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, counts_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
-    scale, max_pages, nodes, batch, ahead_ptr, ahead_rows, ahead_bytes,
+    scale, max_pages, nodes, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD != "":
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        program = program * tl.num_programs(0) + tl.program_id(0)
-        read_ahead(ahead_ptr, ahead_rows, ahead_bytes, program, programs, AHEAD, LANES)
     enter(PDL)
     tiles_of_rows = tl.cdiv(nodes * GROUP, ROWS)
     row_tile = tl.program_id(0) % tiles_of_rows
@@ -203,40 +203,52 @@ def _attend(
 def _merge(
     part_ptr, top_ptr, sum_ptr, prefix_ptr, counts_ptr, out_ptr, nodes, batch,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    row = tl.program_id(0)
-    node = row // HEADS % nodes
-    seq = row // HEADS // nodes
+    first_row = tl.program_id(0) * ROWS  # heads of one node
+    row = first_row + tl.arange(0, ROWS)
+    node = first_row // HEADS % nodes
+    seq = first_row // HEADS // nodes
     prefix = tl.load(prefix_ptr + seq)
     count = tl.load(counts_ptr + seq)
     used = tl.cdiv(prefix + count, split_size(prefix, SPLIT, MAX_SPLITS))
     used = tl.where(node < count, used, 0)  # a padding row gets zeros
     dims = tl.arange(0, HEAD_DIM)
     rows_in_all = batch * nodes * HEADS
-    acc = tl.zeros((HEAD_DIM,), tl.float32)
-    total = tl.zeros((), tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
+    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
     for first in tl.range(0, used, MERGE):
-        splits = first + tl.arange(0, MERGE)
-        at = splits * rows_in_all + row
-        tops = tl.load(top_ptr + at, mask=splits < used, other=float("-inf"))
-        sums = tl.load(sum_ptr + at, mask=splits < used, other=0.0)
-        part = tl.load(
-            part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims,
-            mask=(splits < used)[:, None],
-            other=0.0,
-        )
-        new_top = tl.maximum(top, tl.max(tops, 0))
+        new_top = top
+        for index in tl.static_range(MERGE):
+            split = first + index
+            at = split * rows_in_all + row
+            there = (split < used) & (row >= 0)
+            tops = tl.load(top_ptr + at, mask=there, other=float("-inf"))
+            new_top = tl.maximum(new_top, tops)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(tops - base)
         keep = tl.exp2(top - base)
-        acc = acc * keep + tl.sum(part * weight[:, None], 0)
-        total = total * keep + tl.sum(sums * weight, 0)
+        acc = acc * keep[:, None]
+        total = total * keep
+        for index in tl.static_range(MERGE):
+            split = first + index
+            there = (split < used) & (row >= 0)
+            at = split * rows_in_all + row
+            tops = tl.load(top_ptr + at, mask=there, other=float("-inf"))
+            sums = tl.load(sum_ptr + at, mask=there, other=0.0)
+            part = tl.load(
+                part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            weight = tl.exp2(tops - base)
+            acc += part * weight[:, None]
+            total += sums * weight
         top = new_top
-    out = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty))
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty))
 
 
 def splits_needed(nodes: int, max_context: int, split: int, max_splits: int) -> int:
@@ -279,7 +291,6 @@ def tree_attention(
     exact: bool = False,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v under the tree's mask, [B, N, heads, head_dim].
 
@@ -297,7 +308,6 @@ def tree_attention(
         split, max_splits: other cuts than `splits_for` gives. With `max_splits` large they lie at
             multiples of `split` whatever the length.
         exact: cuts that do not depend on the number of nodes.
-        ahead: the weight that the result is multiplied by.
 
     Raises:
         ValueError: shapes that the kernel has no path for.
@@ -305,8 +315,9 @@ def tree_attention(
     batch, nodes, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
-    plan = plan or plan_for(nodes, group, page_size, head_dim * q.element_size())
-    usual = splits_for(nodes * group, exact)
+    plan = plan or plan_for(nodes, group, kv_heads * batch, page_size, q.element_size())
+    row_tiles = triton.cdiv(nodes * group, plan.rows)
+    usual = splits_for(row_tiles * kv_heads * batch, exact)
     split, max_splits = split or usual[0], max_splits or usual[1]
     if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
         raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")
@@ -319,7 +330,6 @@ def tree_attention(
         out = torch.empty_like(q)
     scale = head_dim**-0.5 if scale is None else scale
     words = 1 if ancestor_bits is None else ancestor_bits.shape[-1]
-    row_tiles = triton.cdiv(nodes * group, plan.rows)
     if plan.descriptors:
         block = [plan.tile, head_dim]
         key_source = TensorDescriptor.from_tensor(keys.view(-1, head_dim), block)
@@ -331,16 +341,15 @@ def tree_attention(
         prefix_lengths if ancestor_bits is None else ancestor_bits,
         workspace.out, workspace.top, workspace.total,
         scale * 1.4426950408889634, page_table.shape[1], nodes, batch,
-        *ahead_arguments(ahead, q),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
         ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
-        LANES=LANES, num_warps=plan.warps, num_stages=plan.stages,
-        **ahead_options(ahead), **dependent(),
+        num_warps=plan.warps, num_stages=plan.stages, **dependent(),
     )  # fmt: skip
-    _merge[(batch * nodes * heads,)](
+    merged = math.gcd(MERGED_ROWS, heads)
+    _merge[(batch * nodes * heads // merged,)](
         workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,
         nodes, batch, HEADS=heads, HEAD_DIM=head_dim, SPLIT=split, MAX_SPLITS=max_splits,
-        MERGE=MERGE, num_warps=1, **dependent(),
+        MERGE=MERGE, ROWS=merged, num_warps=merged, **dependent(),
     )  # fmt: skip
     return out

@@ -79,7 +79,7 @@ def test_fp32_tokens_equal_the_references_at_every_batch(mode) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_other_architectures_in_fp32(arch) -> None:
-    target = target_of(arch, hidden_size=256)
+    target = target_of(arch, hidden_size=128)
     head = head_of(target, "causal", 0)
     ours = answers(Engine(target, head, tree=TREE, slots=3, max_rows=256), prompts(5), 40)
     theirs = reference(target, head, TREE, prompts(5), 40)
@@ -87,7 +87,7 @@ def test_other_architectures_in_fp32(arch) -> None:
 
 
 def test_long_prompts_are_read_in_chunks() -> None:
-    target = target_of(hidden_size=512, num_layers=1)
+    target = target_of(num_layers=1)
     given = [p * 40 for p in prompts(3)] + prompts(2)
     head = head_of(target, "causal", 0)
     ours = answers(Engine(target, head, tree=TREE, slots=4, max_rows=2048), given, 24)

@@ -9,7 +9,11 @@ import pytest
 
 PROGRAM = """
 import torch
-from kernels import aot, commit, mlp, norms, rope, small_gemm, topk, tree_attention, tree_build
+from kernels import (
+    aot, commit, launch, mlp, norms, place, rope, small_gemm, topk, tree_attention, tree_build,
+)
+
+launch._hopper = lambda: True  # compiled as on the card, placed early
 
 BF16 = torch.bfloat16
 
@@ -30,7 +34,7 @@ def record(module, *names):
 
 
 def attention(nodes, head_dim, causal, descriptors):
-    plan = tree_attention.plan_for(nodes, 4, 64)
+    plan = tree_attention.plan_for(nodes, 4, 16, 64)
     plan = tree_attention.Plan(plan.rows, plan.tile, plan.warps, plan.stages, descriptors)
     kv = bf16(4, 8, 64, head_dim)
     ints = torch.zeros(2, dtype=torch.int32)
@@ -69,6 +73,13 @@ def commit_all():
     commit.accept_greedy(*args, longs(2))
     ints = torch.zeros(2, dtype=torch.int32)
     commit.compact_kv(bf16(2, 2, 4, 8, 64, 128), ints.view(2, 1), ints, path, lengths)
+    commit.advance(
+        longs(2, 129), path, lengths, longs(2), ints.view(2, 1), 64, ints, longs(2), longs(2, 16),
+        longs(2, 17),
+    )
+    place.place_rows(ints, ints, ints.view(2, 1), 64, 129, longs(2, 129), longs(2))
+    place.place_rows(ints, ints, ints.view(2, 1), 64, 16)
+    place.gather_rows([bf16(9, 4096)] * 2, longs(3))
 
 
 def topk_all():
@@ -87,13 +98,17 @@ def fusion_all():
             qkv, kv, kv, torch.empty(64, 128), ints, ints, heads=32, q_norm=bf16(128),
             k_norm=bf16(128),
         )
+    rope.context_to_caches(
+        bf16(2, 10240), bf16(5, 2, 4, 8, 64, 128), torch.empty(64, 128), longs(2), longs(2),
+        k_norms=bf16(5, 128),
+    )
 
 
 CASES = {
     "attention": (attention_all, tree_attention, "_attend", "_merge"),
     "gemm": (gemm_all, small_gemm, "_product"),
     "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
-    "commit": (commit_all, commit, "_accept", "_compact"),
+    "commit": (commit_all, commit, "_accept", "_compact", "_advance"),
     "topk": (topk_all, topk, "_chunk_max", "_chunk_best", "_merge_best"),
     "fusions": (fusion_all, norms, "_add_rms_norm"),
 }
@@ -101,7 +116,10 @@ import sys
 case, module, *names = CASES[sys.argv[1]]
 recorders = record(module, *names)
 if sys.argv[1] == "fusions":
-    recorders += record(mlp, "_silu_mul") + record(rope, "_qkv_to_cache")
+    recorders += record(mlp, "_silu_mul")
+    recorders += record(rope, "_qkv_to_cache", "_context_to_caches")
+if sys.argv[1] == "commit":
+    recorders += record(place, "_place", "_gather")
 case()
 for recorder in recorders:
     assert recorder.compiled, recorder.kernel

@@ -135,3 +135,10 @@ def test_context_goes_to_every_layers_cache_as_one_layer_would_write_it() -> Non
 
 def test_a_wide_type_gets_narrower_steps() -> None:
     assert gemm.gemm_plan(1, 4096, 4).step * 4 == gemm.gemm_plan(1, 4096).step * 2
+
+
+def test_rows_of_several_tensors_stand_side_by_side() -> None:
+    sources = [torch.randn(6, 20), torch.randn(6, 20)]
+    index = torch.tensor([5, 0, 0, 3])
+    expected = torch.cat([source[index] for source in sources], 1)
+    assert torch.equal(place.gather_rows(sources, index), expected)

@@ -27,6 +27,7 @@ from jetspec.trees.config import TreeConfig
 from kernels.place import place_rows
 
 PAGE_SIZE = 64
+SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
 PREFILL_CHUNK = 512  # prompt tokens of one sequence in one pass
 PREFILL_ROWS = 8192  # rows of one pass, padding included
 
@@ -93,7 +94,7 @@ class Engine:
         on_gpu = target.device.type == "cuda"
         self.target, self.head, self.tree, self.sampling = target, head, tree, sampling
         self.kernels = on_gpu if kernels is None else kernels
-        self.slots = slots
+        self.slots, self.max_rows = slots, max_rows
         if not self.kernels:
             return
         if tree.builder not in ("chain", "best_first"):
@@ -120,7 +121,8 @@ class Engine:
         # Rows that rounds under way may fill beyond what the host knows of.
         self._margin = self.round.nodes + self._ahead * (self.round.depth + 1)
         self.rows_left = max_rows - self._margin
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.reach = max_rows  # no sequence outgrows it in the next round
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._arrivals = [self._arrival() for _ in range(self._ahead + 1)]
 
     def decode(
@@ -176,17 +178,22 @@ class Engine:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Run one round: replay its graph, capturing it the first time."""
+        """Run one round: replay its graph, capturing it the first time.
+
+        Attention's grid follows the longest context that a graph allows: one graph for each power
+        of two keeps short contexts from paying for long ones.
+        """
+        bound = min(self.max_rows, max(SHORTEST_BOUND, 1 << (self.reach - 1).bit_length()))
+        self.round.max_context = bound
         if not self._graphs:
             self.round.run()
             return
-        if self._graph is None:
-            self.capture()
-        assert self._graph is not None
-        self._graph.replay()
+        if bound not in self._captured:
+            self._captured[bound] = self.capture()
+        self._captured[bound].replay()
 
     @torch.no_grad()
-    def capture(self) -> None:
+    def capture(self) -> torch.cuda.CUDAGraph:
         """Compile and capture the round; no sequence notices."""
         state = vars(self.state)
         held = {name: value.clone() for name, value in state.items() if value is not None}
@@ -194,14 +201,18 @@ class Engine:
         for name, value in held.items():
             getattr(self.state, name).copy_(value)
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.round.run()
+        return graph
 
     def _fly(self, job: Job) -> Flight:
         """Enqueue a round and the copy of its result."""
+        self.reach = 0
         for slot, sequel in job.running.items():
-            self.cache.resize(slot, len(sequel.history) - 1 + self._margin)
+            rows = len(sequel.history) - 1 + self._margin
+            self.cache.resize(slot, rows)
+            self.reach = max(self.reach, rows)
         self.cache.upload()
         self.launch()
         out, done = self._arrivals.pop(0)

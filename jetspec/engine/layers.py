@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.launch import Ahead
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
 from kernels.rope import qkv_to_cache
@@ -48,24 +47,22 @@ class Products:
         exact: one reduction order whatever the number of rows, so that a row's bits do not depend
             on how many rows share the pass.
         small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
-        ahead: bytes of every weight row that the kernel before a product of cuBLAS fetches.
+        light: take cuBLASLt's choice of kernel where the rows fill no whole tiles of 64.
     """
 
     exact: bool = False
     small_rows: int = 32
-    ahead: int = 1024
-
-    def fetch(self, rows: int, weight: Tensor) -> Ahead | None:
-        """What the kernel before this weight's product should fetch; ours reads ahead itself."""
-        if not self.ahead or self.exact or rows <= self.small_rows:
-            return None
-        return Ahead(weight, min(self.ahead, weight.shape[1] * weight.element_size()))
+    light: bool = True
 
     def ours(self, x: Tensor, weight: Tensor) -> bool:
         if self.exact:
             return True
         few = len(x) <= self.small_rows and x.element_size() == 2
         return few and x.is_cuda and weight.shape[1] % 128 == 0
+
+    def library(self, rows: int) -> str:
+        """cuBLAS's interface that picks the faster kernel for so many rows."""
+        return "cublaslt" if self.light and rows > 64 and rows % 64 else "cublas"
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,14 @@ def product(x: Tensor, weight: Tensor, products: Products, *, whole: bool = Fals
     """
     if products.ours(x, weight):
         return small_gemm(x, weight, parts=1 if whole else parts_for(*weight.shape))
-    return F.linear(x, weight)
+    if not x.is_cuda:
+        return F.linear(x, weight)
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(products.library(len(x)))
+    try:
+        return F.linear(x, weight)
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def run_layer(
@@ -153,13 +157,9 @@ def run_layer(
     attended = tree_attention(
         q.view(rows.batch, rows.nodes, layer.heads, -1), keys, values, rows.table, rows.prefix,
         rows.counts, rows.bits, max_context=rows.max_context,
-        exact=products.exact, ahead=products.fetch(len(q), layer.out),
+        exact=products.exact,
     )  # fmt: skip
     x = product(attended.view(len(q), -1), layer.out, products)
-    normed, residual = add_rms_norm(
-        x, residual, layer.post_norm, layer.eps, products.fetch(len(q), layer.gate_up)
-    )
-    gated = silu_mul(
-        product(normed, layer.gate_up, products), normed.dtype, products.fetch(len(q), layer.down)
-    )
+    normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
+    gated = silu_mul(product(normed, layer.gate_up, products), dtype=normed.dtype)
     return product(gated, layer.down, products), residual

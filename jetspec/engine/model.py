@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.engine.layers import Layer, Products, Rows, product, run_layer
@@ -12,6 +11,7 @@ from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
 from kernels.norms import add_rms_norm
+from kernels.place import gather_rows
 from kernels.rope import context_to_caches
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -71,7 +71,7 @@ class EngineModel:
         self, tokens: Tensor, rows: Rows, cache: PagedCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """tokens long [T] -> (hidden [T, d] after the final norm, each tap [T, d])."""
-        embedded = F.embedding(tokens, self.embedding)
+        embedded = gather_rows([self.embedding], tokens)
         hidden, outputs = run_layers(
             self.layers, self.norm, embedded, cache, self.rope_table, rows, self.products, taps
         )
@@ -166,9 +166,7 @@ def run_layers(
     residual: Tensor | None = None
     outputs = {}
     for index, layer in enumerate(layers):
-        normed, residual = add_rms_norm(
-            x, residual, layer.input_norm, layer.eps, products.fetch(x.shape[-2], layer.qkv)
-        )
+        normed, residual = add_rms_norm(x, residual, layer.input_norm, layer.eps)
         if index - 1 in taps:
             outputs[index - 1] = residual
         x, residual = run_layer(layer, normed, residual, *cache.layer(index), rope, rows, products)

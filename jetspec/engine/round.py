@@ -16,7 +16,7 @@ from jetspec.engine.paged_cache import PagedCache
 from jetspec.sampling import SamplingParams, sample
 from jetspec.trees.config import TreeConfig
 from kernels.commit import accept_greedy, advance, compact_kv
-from kernels.place import place_rows
+from kernels.place import gather_rows, place_rows
 from kernels.topk import topk_logsumexp
 from kernels.tree_build import BuiltTree, build_best_first, pack_ancestors
 
@@ -127,9 +127,8 @@ class Round:
         assert self.head is not None and self.head_cache is not None
         ids = self.state.ids
         rows = self.rows(ids.shape[1], self._slot_bits)
-        hidden = self.head.forward(
-            F.embedding(ids.flatten(), self.model.embedding), rows, self.head_cache
-        )
+        embedded = gather_rows([self.model.embedding], ids.flatten())
+        hidden = self.head.forward(embedded, rows, self.head_cache)
         return hidden.view(*ids.shape, -1)[:, 1 : 1 + self.depth]
 
     def candidates(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -140,7 +139,7 @@ class Round:
         logits = model.logits(hidden.flatten(0, 1).contiguous().to(model.embedding.dtype))
         width = min(self.tree.width, logits.shape[-1], 32)
         ranked = self.tree.builder == "chain" and edges is None
-        best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width)
+        best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width, sums=not ranked)
         tokens = tokens.view(batch, self.depth, -1)
         if ranked:
             return tokens, None
@@ -161,7 +160,7 @@ class Round:
         hidden, taps = self.model.forward(tree.tokens.flatten(), rows, self.cache, self.taps)
         logits = self.model.logits(hidden)
         if self.sampling.greedy:
-            following = topk_logsumexp(logits, 1)[1]
+            following = topk_logsumexp(logits, 1, sums=False)[1]
         else:
             keys = self.state.keys.repeat_interleave(self.nodes)
             following = sample(logits.float(), self.sampling, keys, rows.positions.long() + 1)
@@ -184,8 +183,7 @@ class Round:
             state.anchors, state.ids, state.out,
         )  # fmt: skip
         if self.head is not None and self.head_cache is not None:
-            chosen = torch.cat([tap.index_select(0, picked) for tap in taps], -1)
-            self.head.extend(chosen, positions, cache_rows, self.head_cache)
+            self.head.extend(gather_rows(taps, picked), positions, cache_rows, self.head_cache)
 
     def rows(
         self, nodes: int, bits: Tensor | None, depths: Tensor | None = None,

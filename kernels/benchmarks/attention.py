@@ -49,7 +49,9 @@ class Problem:
     def calls(
         self, plan: Plan | None, split: int | None = None, max_splits: int | None = None
     ) -> list[Callable[[], Tensor]]:
-        usual = splits_for(self.nodes * HEADS // KV_HEADS, exact=False)
+        rows = self.nodes * HEADS // KV_HEADS
+        tiles = -(-rows // (plan.rows if plan else 64))
+        usual = splits_for(tiles * KV_HEADS * self.batch, exact=False)
         split, max_splits = split or usual[0], max_splits or usual[1]
         splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits)
         rows = self.batch * self.nodes * HEADS

@@ -1,7 +1,6 @@
 """`python -m jetspec.engine.benchmarks [TABLE ...] [--json FILE]`: measure the engine's rounds."""
 
 import argparse
-import functools
 import gc
 import json
 import multiprocessing
@@ -17,28 +16,11 @@ ROWS = [
     "tree_b1_255", "tree_b16_16", "tree_b16_32",
 ]  # fmt: skip
 FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512, 528)
-FETCHED = (0, 512, 2048)
-CONTEXTS = (4096, 16384, 32768)
-KIND_ROWS = {
-    "plans": ["ar_b1", "tree_b1_16"],
-    "exact": ["ar_b1", "ar_b16", "tree_b1_64", "tree_b1_128"],
-    "ours": ["ar_b1", "ar_b16", "chain_b1", "tree_b1_16", "tree_b1_64"],
-    "fetch": ["tree_b1_64", "tree_b1_128", "tree_b1_255", "tree_b16_16"],
-}
+CONTEXTS = (8192, 32768)
 TABLES = (
-    "rows",
-    "host",
-    "split",
-    "kernels",
-    "overlap",
-    "ours",
-    "fetch",
-    "plans",
-    "exact",
-    "floors",
-    "growth",
+    "rows", "host", "split", "kernels", "overlap", "attention", "exact", "floors", "growth",
     "regeneration",
-)
+)  # fmt: skip
 
 
 def main() -> int:
@@ -60,49 +42,17 @@ def main() -> int:
         print(f"table: {unknown[0]}: choose from {', '.join(TABLES)}", file=sys.stderr)
         return 2
     if args.compile:
+        from jetspec.engine.benchmarks.warm import KIND_ROWS, attempt
+
         jobs = [(name, "plain") for name in args.rows]
-        jobs += [(name, kind) for kind in ("plans", "exact", "ours", "fetch") if kind in args.tables
-                 for name in KIND_ROWS[kind]]  # fmt: skip
+        for kind, names in KIND_ROWS.items():
+            jobs += [(name, kind) for name in names if kind in args.tables]
         with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
-            pool.map(_attempt, jobs, chunksize=1)
+            pool.map(attempt, jobs, chunksize=1)
         if args.compile_only:
             return 0
     Runner(args).run(args.tables or list(TABLES))
     return 0
-
-
-def _attempt(job: tuple[str, str]) -> None:
-    try:
-        _compile(*job)
-    except Exception as error:  # the table itself will say so
-        print("does not run:", *job, str(error).splitlines()[:1], flush=True)
-
-
-def _compile(name: str, kind: str) -> None:
-    """Fill Triton's cache with what a row needs, from a process of its own."""
-    from jetspec.engine.benchmarks.models import random_head, random_target
-    from jetspec.engine.benchmarks.plans import PLANS, planned
-    from jetspec.engine.benchmarks.rows import engine_for
-    from jetspec.engine.layers import Products
-    from kernels.launch import overlap
-
-    target = random_target(layers=5)
-    head = random_head(target)
-    if kind == "plain":
-        for allowed in (True, False):
-            with overlap(allowed):
-                engine_for(name, target, head).round.run()
-    elif kind == "plans":
-        for plans in PLANS:
-            with planned(*plans):
-                engine_for(name, target, head).round.run()
-    elif kind == "fetch":
-        for count in FETCHED:
-            engine_for(name, target, head, products=Products(ahead=count)).round.run()
-    else:
-        products = Products(exact=kind == "exact", small_rows=128)
-        engine_for(name, target, head, products=products).round.run()
-    torch.cuda.synchronize()
 
 
 class Runner:
@@ -166,8 +116,9 @@ class Runner:
 
     def kernels(self, out: list[dict[str, object]]) -> None:
         from jetspec.engine.benchmarks.split import kernels
+        from jetspec.engine.benchmarks.warm import TRACED
 
-        for name in ("ar_b1", "chain_b1", "tree_b1_128", "tree_b16_16"):
+        for name in TRACED:
             self._keep(out, kernels(name, self.target, self.head))
 
     def overlap(self, out: list[dict[str, object]]) -> None:
@@ -179,51 +130,23 @@ class Runner:
             for row in measure(["ar_b1", "chain_b1", "tree_b1_128"], self.target, self.head):
                 self._keep(out, row)
 
-    def ours(self, out: list[dict[str, object]]) -> None:
-        """cuBLAS everywhere against our product wherever it fits, in whole rounds."""
+    def attention(self, out: list[dict[str, object]]) -> None:
+        """Launch shapes of attention in whole rounds."""
         from jetspec.engine.benchmarks.rows import measure
-        from jetspec.engine.layers import Products
+        from jetspec.engine.benchmarks.warm import KIND_ROWS, RULES, ruled
 
-        for name in KIND_ROWS["ours"]:
-            for most in (0, 128):
-                products = Products(small_rows=most)
-                for row in measure([name], self.target, self.head, products=products):
-                    self._keep(out, row | {"small_rows": most})
-
-    def fetch(self, out: list[dict[str, object]]) -> None:
-        """Weights fetched ahead of cuBLAS's products, by bytes of a row."""
-        from jetspec.engine.benchmarks.rows import measure
-        from jetspec.engine.layers import Products
-
-        for name in KIND_ROWS["fetch"]:
-            for count in FETCHED:
-                products = Products(ahead=count)
-                for row in measure([name], self.target, self.head, products=products):
-                    self._keep(out, row | {"fetched_bytes_a_row": count})
-
-    def plans(self, out: list[dict[str, object]]) -> None:
-        """Launch shapes of our product, in whole rounds."""
-        from jetspec.engine.benchmarks.plans import PLANS, planned
-        from jetspec.engine.benchmarks.rows import measure
-
-        for name in KIND_ROWS["plans"]:
-            for narrow, wide in PLANS:
-                with planned(narrow, wide):
+        for name in KIND_ROWS["attention"]:
+            for rule in RULES:
+                with ruled(rule):
                     for row in measure([name], self.target, self.head):
-                        self._keep(out, row | {"narrow": str(narrow), "wide": str(wide)})
+                        self._keep(out, row | {"rule": rule})
 
     def exact(self, out: list[dict[str, object]]) -> None:
         """What the bitwise mode costs."""
         from jetspec.engine.benchmarks.rows import measure
+        from jetspec.engine.benchmarks.warm import KIND_ROWS
 
         for row in measure(KIND_ROWS["exact"], self.target, self.head, exact=True):
-            self._keep(out, row)
-
-    def regeneration(self, out: list[dict[str, object]]) -> None:
-        """Many prompts at once, against the transformers backend."""
-        from jetspec.engine.benchmarks.regeneration import rates
-
-        for row in rates(self.target, 64):
             self._keep(out, row)
 
     def floors(self, out: list[dict[str, object]]) -> None:
@@ -236,9 +159,16 @@ class Runner:
         for library in ("cublas", "cublaslt"):
             torch.backends.cuda.preferred_blas_library(library)
             for rows in FLOOR_ROWS:
-                ms = graph_ms(functools.partial(linears, engine, rows))
+                ms = graph_ms(linears(engine, rows))
                 self._keep(out, {"rows": rows, "library": library, "ms": ms})
         torch.backends.cuda.preferred_blas_library(before)
+
+    def regeneration(self, out: list[dict[str, object]]) -> None:
+        """Many prompts at once, against the transformers backend."""
+        from jetspec.engine.benchmarks.regeneration import rates
+
+        for row in rates(self.target, 64):
+            self._keep(out, row)
 
     def growth(self, out: list[dict[str, object]]) -> None:
         """A round against context, budget and batch, with the memory used."""
@@ -247,7 +177,7 @@ class Runner:
         for context in CONTEXTS:
             for row in measure(["ar_b1", "tree_b1_128"], self.target, self.head, context=context):
                 self._keep(out, row | {"context": context})
-        for name in ("tree_b1_32", "tree_b1_512", "tree_b1_1023", "ar_b64", "chain_b64"):
+        for name in ("tree_b1_512", "ar_b64"):
             for row in measure([name], self.target, self.head):
                 self._keep(out, row)
 

@@ -56,6 +56,7 @@ def fill(engine: Engine, context: int = CONTEXT) -> None:
     for slot in range(engine.slots):
         cache.resize(slot, context + 2 * engine.round.nodes + 64)
     cache.upload()
+    engine.reach = context + engine.round.nodes + engine.round.depth + 1
     state.anchors.random_(0, 151000)
     state.ids[:, 0] = state.anchors
     state.prefix.fill_(context)

@@ -69,23 +69,28 @@ def steps(name: str, target: Target, head: ParallelHead | None) -> dict[str, obj
 
     out["accept and commit"] = graph_ms(finish)
     state.prefix.fill_(CONTEXT)
-    out["floor"] = graph_ms(lambda: linears(engine, len(state.anchors) * round_.nodes))
+    out["floor"] = graph_ms(linears(engine, len(state.anchors) * round_.nodes))
     return out
 
 
-def linears(engine: Engine, rows: int) -> None:
-    """Every linear layer of the target once over `rows` rows."""
+def linears(engine: Engine, rows: int) -> Callable[[], None]:
+    """A call of every linear layer of the target once over `rows` rows."""
     model, device = engine.model, engine.state.anchors.device
-    wide = model.layers[0].gate_up.shape[1]
-    x = torch.ones(rows, wide, dtype=torch.bfloat16, device=device)
-    gated = torch.ones(rows, model.layers[0].down.shape[1], dtype=torch.bfloat16, device=device)
-    attended = torch.ones(rows, model.layers[0].out.shape[1], dtype=torch.bfloat16, device=device)
-    for layer in model.layers:
-        F.linear(x, layer.qkv)
-        F.linear(attended, layer.out)
-        F.linear(x, layer.gate_up)
-        F.linear(gated, layer.down)
-    F.linear(x, engine.target.model.get_output_embeddings().weight)
+    first = model.layers[0]
+    x, attended, gated = (
+        torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=device)
+        for weight in (first.gate_up, first.out, first.down)
+    )
+
+    def run() -> None:
+        for layer in model.layers:
+            F.linear(x, layer.qkv)
+            F.linear(attended, layer.out)
+            F.linear(x, layer.gate_up)
+            F.linear(gated, layer.down)
+        F.linear(x, engine.target.model.get_output_embeddings().weight)
+
+    return run
 
 
 def kernels(name: str, target: Target, head: ParallelHead | None) -> dict[str, object]:
