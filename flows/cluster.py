@@ -30,8 +30,9 @@ def connect(config: RayConfig) -> Iterator[None]:
         yield
         return
     local = config.address == "local"
-    if local:  # nothing but this machine talks to it
+    if local:  # nothing but this machine talks to it, and nobody takes it away
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     elif config.cpus is not None:
         raise JetspecError("ray.cpus", config.cpus, "only a local cluster takes it; leave it out")
     else:

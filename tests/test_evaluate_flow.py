@@ -19,23 +19,15 @@ def ray_cluster():
         yield
 
 
-class TreeKills(EvaluationWorker):
-    """Dies on every tree cell, as when the system kills a process for its memory."""
-
-    def measure(self, plan, cells):
-        if any(cell.method == "tree" for cell in cells):
-            os._exit(1)
-        super().measure(plan, cells)
-
-
-class DiesOnce(EvaluationWorker):
-    """Dies at its first call ever; a file remembers it."""
+class Fragile(EvaluationWorker):
+    """Dies at its first call ever, which a file remembers, and on every tree cell by itself."""
 
     def measure(self, plan, cells):
         mark = Path(plan.uri) / "died"
-        if not mark.exists():
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+        first = not mark.exists()
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        if first or any(cell.method == "tree" for cell in cells):
             os._exit(1)
         super().measure(plan, cells)
 
@@ -53,11 +45,12 @@ def test_ray_gives_the_records_of_the_whole_matrix(ray_cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cell_that_kills_its_worker_is_a_row_and_the_others_are_measured(ray_cluster, tmp_path):
+def test_a_dead_worker_is_replaced_and_the_cell_that_kills_each_is_a_row(ray_cluster, tmp_path):
     config, head = tiny_run(tmp_path, slices=["math"])
     plan = make_plan(config, head)
     seen = []
-    run_cells(plan, pending(plan), config, head, lambda *progress: seen.append(progress), TreeKills)
+    run_cells(plan, pending(plan), config, head, lambda *progress: seen.append(progress), Fragile)
+    (Path(plan.uri) / "died").unlink()
     result = finish(plan, config)
     rows = {r["method"]: r for r in read_records(result.uri)}
     assert rows["tree"]["status"] == "failed"
@@ -65,14 +58,6 @@ def test_a_cell_that_kills_its_worker_is_a_row_and_the_others_are_measured(ray_c
     assert all(rows[m]["status"] == "ok" for m in ("plain", "hf_eager", "lookup", "chain"))
     assert rows["chain"]["speedup"]["vs_plain"]["value"] > 0
     assert len(seen) == 5 and seen[-1][:2] == (5, 5)
-
-
-def test_a_worker_that_dies_once_is_replaced_and_nothing_is_lost(ray_cluster, tmp_path):
-    config, head = tiny_run(tmp_path, slices=["math"], methods=["tree"])
-    plan = make_plan(config, head)
-    run_cells(plan, pending(plan), config, head, worker=DiesOnce)
-    (Path(plan.uri) / "died").unlink()
-    assert finish(plan, config).facts["summary"]["ok"] == 3
 
 
 def test_a_users_mistake_inside_a_worker_reaches_the_driver_as_it_is(ray_cluster, tmp_path):

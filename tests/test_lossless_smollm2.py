@@ -14,28 +14,29 @@ from tests.tiny import NoisyOracle
 
 pytestmark = pytest.mark.slow
 
-# Twenty short questions of all slices; some ask for repetition, where lookup has work to do.
+# Twenty short questions of all slices. Some answers copy or go in circles, where lookup has work
+# to do. Answers of equal pace stand together, for a batch lasts as long as its slowest row.
 QUESTIONS = [
+    "Find x if 4x - 7 = 21.",
+    "Write an email that asks for a day off.",
+    "Print the multiplication table of 7 from 7 x 1 to 7 x 12.",
+    "Translate 'good morning' into French, Spanish and German.",
+    "解释什么是递归。",
+    "Write an HTML list with six items.",
+    "一本书有120页，每天读8页，几天读完？",
+    "一个长方形长8米，宽5米，面积是多少？",
+    "List the planets of the solar system in order.",
+    "Explain what a hash map is in two sentences.",
+    "请用三句话介绍北京。",
     "What is 17 times 23? Show the steps.",
     "A train leaves at 9:40 and arrives at 11:05. How long is the journey?",
-    "Find x if 4x - 7 = 21.",
-    "Write a Python function that reverses a list.",
-    "Write a SQL query that counts the rows of a table named orders.",
-    "Explain what a hash map is in two sentences.",
-    "Write a bash command that lists the ten largest files.",
-    "Give three tips for sleeping better.",
-    "Say this five times: peter piper picked a peck of pickled peppers.",
-    "Why is the sky blue?",
-    "Copy this line four times: 3.14159 2.71828 1.41421 1.61803",
-    "Repeat this code three times: for i in range(10): print(i * i)",
-    "List the planets of the solar system in order.",
-    "Translate 'good morning' into French, Spanish and German.",
-    "What should I pack for two days in the mountains?",
-    "Write an email that asks for a day off.",
+    "Copy this code:\ndef add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b",
     "小明有12个苹果，吃了5个，还剩几个？",
-    "用Python写一个函数，判断一个数是否为质数。",
-    "介绍一下长城。",
-    "Repeat this list three times: red, green, blue, yellow.",
+    "请写一首关于春天的诗。",
+    "小红有24支铅笔，分给6个同学，每人几支？",
+    "水的沸点是多少度？",
+    "Copy this line four times: 3.14159 2.71828 1.41421 1.61803",
+    "Say this five times: peter piper picked a peck of pickled peppers.",
 ]
 NEW = 64
 
@@ -52,7 +53,7 @@ def prompts(target):
 
 @pytest.fixture(scope="module")
 def plain(target, prompts):
-    return answers(target, prompts, 10)
+    return answers(target, prompts, len(prompts))
 
 
 def answers(target, prompts, batch_size, drafter_of=None, tree=None):
@@ -72,7 +73,7 @@ def answers(target, prompts, batch_size, drafter_of=None, tree=None):
 
 
 def test_plain_decoding_is_transformers_own(target, prompts, plain):
-    for row in (0, 8, 16):
+    for row in (9, 11, 17):  # two that stop by themselves, one that does not
         prompt = torch.tensor([prompts[row]])
         output = target.model.generate(
             prompt,
@@ -89,23 +90,24 @@ def test_plain_decoding_is_transformers_own(target, prompts, plain):
 @pytest.mark.parametrize(
     ("method", "tree"),
     [
-        ("lookup", TreeConfig(builder="chain", budget=3)),
-        ("chain", TreeConfig(builder="chain", budget=7)),
-        ("tree", TreeConfig(builder="best_first", budget=12)),
+        ("lookup", TreeConfig(builder="chain", budget=7)),
+        ("chain", TreeConfig(builder="chain", budget=15)),
+        ("tree", TreeConfig(builder="best_first", budget=16)),
     ],
     ids=["lookup", "chain", "tree"],
 )
 def test_drafted_decoding_is_token_identical(target, prompts, plain, method, tree, batch_size):
     def drafter_of(start):
         if method == "lookup":
-            return LookupDrafter(depth=3)
+            return LookupDrafter(depth=7)
         rows = slice(start, start + batch_size)
         return NoisyOracle(
             prompts[rows],
             plain[rows],
             target.vocab_size,
-            miss=0.03,
-            sure=0.95 if method == "chain" else 0.85,
+            depth=15,
+            miss=0.02,
+            sure=0.98 if method == "chain" else 0.92,
             seed=start,
         )
 

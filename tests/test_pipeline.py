@@ -19,8 +19,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[str, Any]]:
-    """A workspace whose pipeline has run once, and what that run told."""
+    """A workspace whose pipeline was killed in its first stage and then ran; what that run told."""
     workspace = Workspace.create(tmp_path_factory.mktemp("pipeline"))
+    process = start(workspace)
+    deadline = time.monotonic() + 240
+    while not list(workspace.root.glob("runs/samples/*/shard-*.parquet")):
+        assert process.poll() is None and time.monotonic() < deadline, "never wrote a shard"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not list(workspace.root.glob("runs/heads/*")), "killed too late to show anything"
     return workspace, outcome(start(workspace))
 
 
@@ -44,9 +52,8 @@ def outcome(process: "subprocess.Popen[str]") -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def sample_ids(result: dict[str, Any]) -> list[str]:
-    every = ("ok", "truncated", "looping")
-    return [sample.id for sample in read_samples(result["samples"]["uri"], every)]
+def sample_ids(uri: str) -> list[str]:
+    return [sample.id for sample in read_samples(uri, ("ok", "truncated", "looping"))]
 
 
 def test_one_command_leaves_samples_a_head_a_matrix_and_a_verdict(finished) -> None:
@@ -60,6 +67,15 @@ def test_one_command_leaves_samples_a_head_a_matrix_and_a_verdict(finished) -> N
     assert result["promotion"]["version"] == 1
 
 
+def test_a_killed_driver_loses_nothing_and_doubles_nothing(finished) -> None:
+    workspace, result = finished
+    elsewhere = ("--set", f"storage={workspace.root / 'unbroken'}")
+    unbroken = workspace.stage("regenerate", workspace.run, *elsewhere)["uri"]
+    ids = sample_ids(result["samples"]["uri"])
+    assert len(ids) == len(set(ids)) == 10
+    assert ids == sample_ids(unbroken)
+
+
 def test_a_second_run_regenerates_nothing_and_trains_nothing(finished) -> None:
     workspace, first = finished
     second = outcome(start(workspace))
@@ -67,19 +83,3 @@ def test_a_second_run_regenerates_nothing_and_trains_nothing(finished) -> None:
     assert second["samples"]["uri"] == first["samples"]["uri"]
     assert second["head"]["reused"] and second["evaluation"]["reused"]
     assert second["promotion"]["version"] == first["promotion"]["version"]
-
-
-def test_a_killed_driver_loses_nothing(finished, tmp_path: Path) -> None:
-    _, unbroken = finished
-    workspace = Workspace.create(tmp_path)
-    process = start(workspace)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("runs/samples/*/shard-*.parquet")):
-        assert process.poll() is None and time.monotonic() < deadline, "never wrote a shard"
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    again = outcome(start(workspace))
-    ids = sample_ids(again)
-    assert len(ids) == len(set(ids))
-    assert ids == sample_ids(unbroken)
