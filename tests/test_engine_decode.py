@@ -121,5 +121,9 @@ def test_what_the_engine_cannot_run_is_refused_in_one_line() -> None:
     engine = engine_for(target("llama"), None)
     with pytest.raises(JetspecError, match="raise max_rows"):
         engine.decode([[5] * 60], max_new_tokens=10)
+    with pytest.raises(JetspecError, match="budgets: 1"):
+        engine.decode(PROMPTS, max_new_tokens=2, budgets=[3])
+    with pytest.raises(JetspecError, match="prompts: none"):
+        engine.decode([], max_new_tokens=2)
     with pytest.raises(JetspecError, match="algorithm1"):
         engine_for(target("llama"), None, TreeConfig(builder="algorithm1"))

@@ -308,3 +308,15 @@ def test_the_engine_backend_without_a_gpu_gives_the_same_greedy_answers() -> Non
     requests = [request(f"what is {word}", id=word) for word in ("red", "blue", "green")]
     assert backend.generate(requests) == theirs.generate(requests)
     assert backend.semantics == "engine-float32" and sum(written) > 8
+
+
+def test_regeneration_runs_on_the_engine_and_names_it(tmp_path) -> None:
+    from jetspec.generation.regenerate import regenerate
+    from tests.regeneration import make_run, save_target
+
+    target = save_target(tmp_path / "target")
+    ours = regenerate(make_run(tmp_path, target, backend="engine"))
+    theirs = regenerate(make_run(tmp_path, target))
+    assert ours["semantics"] == "engine-float32"
+    assert ours["tokens"] == theirs["tokens"] > 0
+    assert ours["config_hash"] != theirs["config_hash"]

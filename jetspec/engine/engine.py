@@ -143,12 +143,13 @@ class Engine:
             on_tokens: called with the number of tokens written since the last call.
 
         Raises:
-            JetspecError: an empty prompt, or one that cannot fit `max_rows` or the pages.
+            JetspecError: as `jetspec.decode.decode`, or a prompt that cannot fit `max_rows` or the
+                pages.
         """
         ids = list(range(len(prompts)) if request_ids is None else request_ids)
         if not self.kernels:
             return self._reference(prompts, ids, max_new_tokens, stop_token_ids, on_tokens)
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, max_new_tokens, len(ids), budgets)
         most = max(self.round.nodes - 1, 1)
         job = Job(
             sequels=[Sequel(list(prompt)) for prompt in prompts],
@@ -161,6 +162,9 @@ class Engine:
             on_tokens=on_tokens,
             waiting=deque(range(len(prompts))),
         )
+        device = self.target.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         seconds = dict.fromkeys(PHASES, 0.0)
         flights: deque[Flight] = deque()
         while job.waiting or job.running:
@@ -173,7 +177,7 @@ class Engine:
                 if len(flights) > self._ahead:
                     self._land(flights.popleft(), job)
             seconds["verify"] += time.perf_counter() - admitted
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         return DecodeResult([s.generation for s in job.sequels], seconds, peak)
 
     @torch.no_grad()
@@ -324,7 +328,18 @@ class Engine:
         self.state.active[slot] = 0
         self.state.prefix[slot] = 0
 
-    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+    def _check(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, ids: int,
+        budgets: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        if not prompts:
+            raise JetspecError("prompts", "none", "give at least one")
+        if new_tokens < 1:
+            raise JetspecError("max_new_tokens", new_tokens, "must be 1 or more")
+        if ids != len(prompts):
+            raise JetspecError("request_ids", ids, f"give one for each of {len(prompts)}")
+        if budgets is not None and len(budgets) != len(prompts):
+            raise JetspecError("budgets", len(budgets), f"give one for each of {len(prompts)}")
         for index, prompt in enumerate(prompts):
             where = f"prompts[{index}]"
             if not len(prompt):

@@ -12,7 +12,7 @@ from jetspec.generation.config import RegenerationConfig
 from jetspec.generation.conversation import TokenPrompt, answer_all
 from jetspec.targets.target import Target
 
-MEMORY_SHARE = 0.8
+MEMORY_SHARE = 0.7
 """Of the free memory for keys and values; a prefill's activations take the rest."""
 
 
