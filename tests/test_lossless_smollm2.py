@@ -92,7 +92,7 @@ def test_plain_decoding_is_transformers_own(target, prompts, plain):
     [
         ("lookup", TreeConfig(builder="chain", budget=7)),
         ("chain", TreeConfig(builder="chain", budget=15)),
-        ("tree", TreeConfig(builder="best_first", budget=16)),
+        ("tree", TreeConfig(builder="best_first", budget=10)),
     ],
     ids=["lookup", "chain", "tree"],
 )
@@ -105,7 +105,7 @@ def test_drafted_decoding_is_token_identical(target, prompts, plain, method, tre
             prompts[rows],
             plain[rows],
             target.vocab_size,
-            depth=15,
+            depth=15 if method == "chain" else 10,
             miss=0.02,
             sure=0.98 if method == "chain" else 0.92,
             seed=start,
