@@ -1,3 +1,5 @@
+from collections import Counter
+
 import torch
 
 from jetspec.decode import decode
@@ -57,3 +59,14 @@ def test_a_finished_selection_is_reused(tmp_path):
     config, head_uri = tiny_run(tmp_path)
     assert not select_head(config, [head_uri]).reused
     assert select_head(config, [head_uri]).reused
+
+
+def test_only_prompts_of_the_measured_slices_decide(tmp_path):
+    config, head_uri = tiny_run(tmp_path)
+    by_slice = Counter(prompt.slice for prompt in load_prompts(config.prompts).eval)
+    one = min(by_slice)
+    assert len(by_slice) > 1
+    for slices, expected in (((one,), by_slice[one]), (("all",), by_slice.total())):
+        settings = config.evaluation.model_copy(update={"slices": slices})
+        chosen = select_head(config.model_copy(update={"evaluation": settings}), [head_uri])
+        assert chosen.facts["prompts"] == expected

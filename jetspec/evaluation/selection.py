@@ -10,6 +10,7 @@ from typing import Any
 from jetspec import __version__
 from jetspec.config import RunConfig
 from jetspec.decode import decode
+from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.matrix import load_fitting_head
 from jetspec.evaluation.replay import Replay, replay_tau
 from jetspec.evaluation.statistics import paired_ratio_interval, ratio_interval
@@ -75,12 +76,15 @@ def select_head(config: RunConfig, head_uris: Sequence[str]) -> StageResult:
 
 
 def _prompts(config: RunConfig, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The matrix's own prompts: the first few of every slice."""
+    """The matrix's own prompts: the first few of every slice that it measures."""
     by_slice: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_slice.setdefault(prompt.slice, []).append(prompt)
+    wanted = set(config.evaluation.slices or by_slice)
+    if ALL_SLICES in wanted:
+        wanted = set(by_slice)
     limit = config.evaluation.prompts_per_slice
-    return [prompt for name in sorted(by_slice) for prompt in by_slice[name][:limit]]
+    return [p for name in sorted(wanted & set(by_slice)) for p in by_slice[name][:limit]]
 
 
 def _answers(target: Target, prompts: Sequence[Prompt], config: RunConfig) -> list[Sample]:
