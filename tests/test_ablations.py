@@ -10,10 +10,11 @@ import yaml
 
 from flows import ablations as flow
 from flows import tracking
-from flows.ablation_config import is_ablation, load_ablation, side_label
-from flows.ablation_report import Outcome, findings, judge, markdown, sentence, table_rows
-from flows.presets import preset_names
+from flows.presets import preset_names, preset_path
 from jetspec import storage
+from jetspec.ablation.config import is_ablation, load_ablation, side_label
+from jetspec.ablation.report import Outcome, findings, judge, markdown, sentence, table_rows
+from jetspec.ablation.study import run_ablation
 from jetspec.config import parse_config
 from jetspec.errors import JetspecError
 from jetspec.evaluation.matrix import evaluate
@@ -58,6 +59,10 @@ def write(path: Path, **changes) -> str:
     return str(file)
 
 
+def file_of(path: Path, **changes) -> Path:
+    return Path(write(path, **changes))
+
+
 def outcome(tau, seed=0, slices=("math",), count=12):
     """A variant whose taus scatter around `tau` from prompt to prompt."""
 
@@ -73,7 +78,7 @@ def outcome(tau, seed=0, slices=("math",), count=12):
 
 
 def test_the_shipped_ablation_is_whole_and_changes_what_it_says() -> None:
-    plan = load_ablation("ablations")
+    plan = load_ablation(preset_path("ablations"))
     runs = plan.runs()
     assert runs["hard-labels"].training.loss.kind == "hard_labels"
     assert runs["bidirectional-gamma-7"].head.mask == "bidirectional"
@@ -86,11 +91,11 @@ def test_the_shipped_ablation_is_whole_and_changes_what_it_says() -> None:
         assert method in base.methods
         assert builder == "chain" or builder in base.builders
         assert budget in base.budgets or (method == "chain" and budget == block - 1)
-    assert [name for name in preset_names() if is_ablation(name)] == ["ablations"]
+    assert [name for name in preset_names() if is_ablation(preset_path(name))] == ["ablations"]
 
 
 def test_a_side_means_the_default_cell_where_it_says_nothing(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path))
+    plan = load_ablation(file_of(tmp_path))
     side = plan.tables[0].rows["forward"]
     assert side_label(plan.fill(side)) == "tree 16"
     chain = side.model_copy(update={"method": "chain", "budget": 7})
@@ -110,19 +115,19 @@ def test_a_side_means_the_default_cell_where_it_says_nothing(tmp_path) -> None:
 )
 def test_mistakes_in_the_file_are_one_line_that_names_the_place(tmp_path, changes, told) -> None:
     with pytest.raises(JetspecError) as error:
-        load_ablation(write(tmp_path, **changes)).runs()
+        load_ablation(file_of(tmp_path, **changes)).runs()
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
 def test_settings_of_the_command_line_reach_every_variant(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path), ("training.epochs=3",))
+    plan = load_ablation(file_of(tmp_path), ("training.epochs=3",))
     assert [run.training.epochs for run in plan.runs().values()] == [3, 3]
     with pytest.raises(JetspecError, match="section.key=value"):
-        load_ablation(write(tmp_path), ("epochs",))
+        load_ablation(file_of(tmp_path), ("epochs",))
 
 
 def test_verdicts_follow_the_paired_interval(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path))
+    plan = load_ablation(file_of(tmp_path))
     (claim,) = plan.tables[0].claims
     better, worse, same = outcome(3.0), outcome(2.0), outcome(3.0, seed=1)
     holds = judge(claim, {"a": better, "b": worse}, plan)
@@ -135,7 +140,7 @@ def test_verdicts_follow_the_paired_interval(tmp_path) -> None:
 
 
 def test_a_failed_variant_decides_nothing_and_is_named(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path))
+    plan = load_ablation(file_of(tmp_path))
     outcomes = {"a": outcome(3.0), "b": Outcome((), {}, failure="no memory")}
     found = findings(plan, outcomes)
     (claim,) = found["tables"][0]["claims"]
@@ -145,7 +150,7 @@ def test_a_failed_variant_decides_nothing_and_is_named(tmp_path) -> None:
 
 
 def test_a_claim_about_a_slice_looks_at_that_slice_alone(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path))
+    plan = load_ablation(file_of(tmp_path))
     claim = plan.tables[0].claims[0].model_copy(update={"slice": "chat"})
     mixed = {"a": outcome(3.0, slices=("math", "chat")), "b": outcome(2.0, slices=("math",))}
     verdict = judge(claim, mixed, plan)
@@ -155,7 +160,7 @@ def test_a_claim_about_a_slice_looks_at_that_slice_alone(tmp_path) -> None:
 
 
 def test_tables_hold_speedup_and_tau_by_slice_and_over_all(tmp_path) -> None:
-    plan = load_ablation(write(tmp_path))
+    plan = load_ablation(file_of(tmp_path))
     outcomes = {name: outcome(tau, slices=("math", "chat")) for name, tau in (("a", 3), ("b", 2))}
     forward, reverse = table_rows(plan.tables[0], outcomes, plan)
     assert list(forward["cells"]) == ["chat", "math", "all"]
@@ -246,6 +251,8 @@ def test_two_variants_become_a_report_under_one_run(tmp_path, without_orchestrat
     assert runs["broken"].info.status == "FAILED"
     again = flow.ablations.fn(file)
     assert again["reused"] and again["uri"] == result["uri"]
+    alone = run_ablation(load_ablation(Path(file)))  # the library's own stages find it all there
+    assert alone.reused and alone.uri == result["uri"]
 
 
 def test_an_ablation_has_no_champion_to_follow(tmp_path) -> None:

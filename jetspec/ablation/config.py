@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from flows.presets import preset_path
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import cell_label
@@ -137,30 +136,29 @@ def side_label(side: Side) -> str:
     return cell_label(side.model_dump())
 
 
-def is_ablation(name: str) -> bool:
-    """Whether `name`, a preset or a YAML file, describes an ablation and not a run."""
+def is_ablation(path: Path) -> bool:
+    """Whether a YAML file describes an ablation and not a run."""
     try:
-        raw = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return False  # whoever reads it as a run says what is wrong
     return isinstance(raw, dict) and "variants" in raw
 
 
-def load_ablation(name: str, overrides: Sequence[str] = ()) -> AblationConfig:
-    """The ablation of a preset or a YAML file, with `section.key=value` laid over its base.
+def load_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
+    """The ablation of a YAML file, with `section.key=value` laid over its base.
 
     Raises:
         JetspecError: the file is missing or is no ablation, or a field is unknown or wrong.
     """
-    path = preset_path(name)
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise JetspecError("ablation", name, "not found; give the path of its file") from error
+        raise JetspecError("ablation", path, "not found; give the path of its file") from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise JetspecError("ablation", name, f"cannot be read ({error})") from error
+        raise JetspecError("ablation", path, f"cannot be read ({error})") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("base"), dict):
-        raise JetspecError("ablation", name, "must have the sections base, variants and tables")
+        raise JetspecError("ablation", path, "must have the sections base, variants and tables")
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
@@ -171,7 +169,7 @@ def load_ablation(name: str, overrides: Sequence[str] = ()) -> AblationConfig:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "ablation"
-        value = first["input"] if first["loc"] else name
+        value = first["input"] if first["loc"] else str(path)
         if first["type"] == "extra_forbidden":
             raise JetspecError(field, value, "unknown key; check its spelling") from error
         raise JetspecError(field, value, first["msg"]) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.ablation_config import AblationConfig, Claim, Side, Table, side_label
+from jetspec.ablation.config import AblationConfig, Claim, Side, Table, side_label
 from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.pooling import Record, prompt_rows
 from jetspec.evaluation.report import pool_slices

@@ -1,0 +1,1 @@
+"""Ablations: variants of one run side by side, and what they decide about claims."""
