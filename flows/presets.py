@@ -14,19 +14,19 @@ def preset_names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in _RUNS.iterdir() if p.name.endswith(".yaml"))
 
 
-def resolve_run(run: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+def resolve_run(run: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config behind `run`: a preset's name, or the path of a YAML file.
 
     Raises:
         JetspecError: neither exists, or the file is not a valid run.
     """
     if _is_path(run):
-        return load_config(run, overrides, Path(str(_RUNS)))
+        return load_config(run, tuple(overrides), Path(str(_RUNS)))
     preset = preset_path(run)
     if not preset.is_file():
         names = ", ".join(preset_names())
         raise JetspecError("run", run, f"no such preset (there are: {names}) or .yaml file")
-    return load_config(preset, overrides)
+    return load_config(preset, tuple(overrides))
 
 
 def placed(storage: str | None, overrides: Sequence[str] | None) -> tuple[str, ...]:

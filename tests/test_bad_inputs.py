@@ -63,8 +63,9 @@ def test_missing_run_file(workspace: Workspace) -> None:
     assert "nope.yaml: not found" in one_line(invoke(app, "run", "nope.yaml"))
 
 
-def test_unknown_preset_lists_those_there_are() -> None:
-    assert "quickstart" in one_line(invoke(app, "run", "quickstrat"))
+@pytest.mark.parametrize("command", [["run"], ["theory"], ["diagnose", "/no/head"]])
+def test_unknown_preset_lists_those_there_are(command: list[str]) -> None:
+    assert "quickstart" in one_line(invoke(app, *command, "quickstrat"))
 
 
 @pytest.mark.parametrize("option", ["target.source=/no/model", "target.source=/no/model.gguf"])
