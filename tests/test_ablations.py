@@ -20,6 +20,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.matrix import evaluate
 from jetspec.generation.corpus_text import corpus_samples
 from jetspec.generation.regenerate import prepare, regenerate
+from jetspec.heads.shipped import SHIPPED, head_directory
 from jetspec.samples import read_samples
 from jetspec.stages import StageResult
 from jetspec.training.stage import distil_head
@@ -260,3 +261,18 @@ def test_an_ablation_has_no_champion_to_follow(tmp_path) -> None:
 
     told = one_line(invoke(app, "run", write(tmp_path), "--only-if-target-changed"))
     assert "no champion" in told
+
+
+def test_variants_start_from_the_runs_warm_start_unless_they_name_another(tmp_path) -> None:
+    base = run_settings(tmp_path)
+    base["training"] = {**base.get("training", {}), "warm_start": "shipped"}
+    variants = {"a": {}, "b": {"start": "a"}, "c": {"set": {"training.warm_start": "runs/x"}}}
+    plan = load_ablation(file_of(tmp_path, base=base, cell=CELL, variants=variants))
+    started = {}
+
+    def make(name, run, start) -> Outcome:
+        started[name] = start
+        return Outcome((), {"head_uri": f"head of {name}"})
+
+    run_ablation(plan, make)
+    assert started == {"a": head_directory(SHIPPED), "b": "head of a", "c": "runs/x"}

@@ -17,6 +17,7 @@ from jetspec.evaluation.matrix import evaluate, read_records
 from jetspec.generation.corpus_text import corpus_samples
 from jetspec.generation.plan import prepare
 from jetspec.generation.regenerate import regenerate
+from jetspec.heads.shipped import head_directory
 from jetspec.records import environment
 from jetspec.stages import StageResult
 from jetspec.training.stage import distil_head
@@ -51,7 +52,7 @@ def run_ablation(
     for number, (name, run) in enumerate(runs.items(), 1):
         say(f"variant {number} of {len(runs)}: {name}")
         try:
-            outcomes[name] = make(name, run, _start(plan.variants[name], outcomes))
+            outcomes[name] = make(name, run, _start(plan.variants[name], run, outcomes))
         except Exception as error:  # whatever one variant dies of must not end the others
             first = next(iter(str(error).splitlines()), type(error).__name__)
             say(f"variant {name} failed: {first}")
@@ -86,9 +87,11 @@ def _make(variant: Variant, run: RunConfig, start: str | None) -> Outcome:
     return outcome(samples, head, evaluate(run, head.uri))
 
 
-def _start(variant: Variant, before: dict[str, Outcome]) -> str | None:
+def _start(variant: Variant, run: RunConfig, before: dict[str, Outcome]) -> str | None:
+    """The head that training starts from: another variant's, else the run's own warm start."""
     if variant.start is None:
-        return None
+        start = run.training.warm_start
+        return None if start is None else head_directory(start)
     if before[variant.start].failure:
         raise JetspecError("start", variant.start, "that variant failed")
     return str(before[variant.start].facts["head_uri"])
