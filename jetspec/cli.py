@@ -4,6 +4,8 @@ Heavy imports stay inside the commands, so that help answers at once.
 """
 
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -97,6 +99,27 @@ def evaluate(
     with progress("measuring", as_json) as advance:
         result = measure(config, head, on_progress=advance)
     show_evaluation(result, as_json)
+
+
+@app.command()
+def ablations(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An ablation's file (YAML).")],
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make and measure variants of a run side by side, and report what they decide."""
+    from jetspec.ablation.config import load_ablation
+    from jetspec.ablation.report import sentence
+    from jetspec.ablation.study import run_ablation
+
+    say = ignore if as_json else partial(typer.echo, err=True)
+    result = run_ablation(load_ablation(Path(file), set or ()), say=say)
+    if as_json:
+        emit({"uri": result.uri, **result.facts}, as_json)
+        return
+    for claim in result.facts["claims"]:
+        typer.echo(sentence(claim).replace("**", ""))
+    typer.echo(f"report  {result.uri}/report.md")
 
 
 @app.command()
@@ -206,9 +229,10 @@ def export(
     dtype: Annotated[str, typer.Option(help="How weights are stored: `bf16` or `fp32`.")] = "bf16",
     target: TargetSource = "embedded",
 ) -> None:
-    """Write a head in another engine's format."""
+    """Write a head in another engine's format. What it was trained for goes along."""
     from jetspec import storage
     from jetspec.heads.exports import export_head
+    from jetspec.heads.files import read_config
     from jetspec.heads.registry import load_head
     from jetspec.targets.config import TargetConfig
     from jetspec.targets.load import load_target
@@ -218,9 +242,14 @@ def export(
     choice("--dtype", dtype, ("bf16", "fp32"))
     loaded = load_head(head)
     model = load_target(TargetConfig(source=target))
-    export_head(loaded, out, model, format=format, dtype=dtype)  # type: ignore[arg-type]
+    record = read_config(head).get("jetspec_training") or {}
+    export_head(loaded, out, model, format=format, dtype=dtype, training=record)  # type: ignore[arg-type]
     storage.write_manifest(
-        out, kind="head", config_hash="", target_fingerprint=model.fingerprint, exported_from=head
+        out,
+        kind="head",
+        config_hash="",
+        target_fingerprint=record.get("target_fingerprint", model.fingerprint),
+        exported_from=head,
     )
     typer.echo(out)
 

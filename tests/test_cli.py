@@ -12,6 +12,8 @@ from flows import generate_view, promote, tracking
 from flows.cli import app
 from flows.registered import ChampionRecord
 from jetspec.config import load_config, parse_config
+from tests.answers import save_target
+from tests.tiny import tiny_target
 from tests.workspace import Workspace, invoke, one_line
 
 COMMANDS = [
@@ -108,6 +110,24 @@ def test_an_export_loads_again_and_a_full_directory_is_left_alone(
     assert workspace.library("export", head, out, *options).exit_code == 0
     assert workspace.library("doctor", out, "--target", target).exit_code == 0
     assert "not empty" in one_line(workspace.library("export", head, out, *options))
+
+
+@pytest.mark.parametrize("format", ["jetspec", "speculators", "dspark"])
+def test_an_export_says_what_the_head_was_trained_for(
+    made: tuple[Workspace, str, str], tmp_path: Path, format: str
+) -> None:
+    workspace, head, _ = made
+    trained, changed = json.loads((Path(head) / "config.json").read_text()), tmp_path / "changed"
+    assert {"tokenizer_hash", "chat_template_hash", "enable_thinking", "target_name"} <= set(
+        trained["jetspec_training"]
+    )
+    save_target(tiny_target("llama", seed=1), changed)
+    options = ("--format", format, "--target", str(changed))
+    assert workspace.library("export", head, str(tmp_path / "out"), *options).exit_code == 0
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["jetspec_training"] == trained["jetspec_training"]
+    findings = workspace.library("doctor", str(tmp_path / "out"), "--target", str(changed)).stdout
+    assert "FAIL  target fingerprint" in findings
 
 
 def test_targets_shows_shape_and_fingerprint(made: tuple[Workspace, str, str]) -> None:

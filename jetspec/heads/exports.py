@@ -46,6 +46,10 @@ def export_head(
     Path scores go along in files that only we read; C also gets Markov scores as tables, when they
     have no gate.
 
+    Args:
+        training: the head's own training record; what it does not say of its target is taken from
+            `target`.
+
     Raises:
         JetspecError: the format is unknown, or `head` does not fit `target` or the formats.
     """
