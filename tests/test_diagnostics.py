@@ -18,6 +18,7 @@ from jetspec.diagnostics.measures import (
     reliability,
     walk,
 )
+from jetspec.diagnostics.paths import groups, path_gain
 from jetspec.diagnostics.proposals import stored
 from jetspec.diagnostics.report import diagnosis_view, glance_rows, write_figures
 from jetspec.diagnostics.simulate import agreed_depth, beaten_by, oracle, simulate
@@ -26,6 +27,7 @@ from jetspec.evaluation.cells import Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request, make_runner
 from jetspec.evaluation.replay import replay_tau
+from jetspec.evaluation.statistics import paired_ratio_interval
 from jetspec.heads.config import parse_head
 from jetspec.heads.registry import new_head
 from jetspec.training.config import TrainingConfig
@@ -121,6 +123,61 @@ def test_a_simulated_round_is_a_replayed_round(target, heads, samples, logs, tre
     replayed = replay_tau(target, heads[kind], samples, tree)
     assert list(simulated.replays) == replayed
     assert 0 in simulated.accepted and max(simulated.accepted) > 1, "a trivial head tests nothing"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_log_without_edges_is_the_log_of_the_head_without_them(
+    target, heads, samples, logs, tree, tmp_path
+):
+    logs["path"].save(str(tmp_path / "drafts.npz"))
+    bare = DraftLog.load(str(tmp_path / "drafts.npz")).without_edges()
+    assert bare.scoring == "slot" and logs["slot"].without_edges() is None
+    assert list(simulate(bare, tree).replays) == replay_tau(target, heads["slot"], samples, tree)
+    narrow = logs["path"].propose(torch.arange(5)).narrow(3, 2)
+    ours, theirs = narrow.without_edges(), logs["slot"].propose(torch.arange(5)).narrow(3, 2)
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.edge_scores, theirs.edge_scores)
+
+
+def test_what_path_scores_add_is_the_ratio_of_two_replays(target, heads, samples, logs):
+    trees = [TREES[0], TREES[2], TREES[4].model_copy(update={"width": WIDTH})]
+    slices = {s.prompt_id: "math" if place < 4 else "chat" for place, s in enumerate(samples)}
+    simulations = [simulate(logs["path"], tree) for tree in trees]
+    found = path_gain(logs["path"], simulations, slices, **DRAWS)
+    replays = {
+        (kind, tree.builder): replay_tau(target, head, samples, tree)
+        for kind, head in heads.items()
+        for tree in trees
+    }
+
+    def columns(kind, builder, prompts):
+        own = [r for r in replays[kind, builder] if r.prompt_id in prompts]
+        return [r.committed for r in own], [r.rounds for r in own]
+
+    def same(told, ours, theirs):
+        value = paired_ratio_interval(*ours, *theirs, **DRAWS).rounded()
+        return (told["value"], told["ci"]) == value
+
+    members = groups(slices)
+    assert list(members) == ["all", "chat", "math"] and len(members["chat"]) == 6
+    assert len(found["scores"]) == 9 and len(found["versus"]) == 6
+    for row in found["scores"]:
+        slot, path = (
+            columns(kind, row["builder"], members[row["slice"]]) for kind in ("slot", "path")
+        )
+        assert same(row["ratio"], path, slot)
+        for kind, (tokens, rounds) in {"slot": slot, "path": path}.items():
+            assert row[kind]["value"] == pytest.approx(sum(tokens) / sum(rounds), abs=1e-6)
+            assert row[kind]["ci"][0] <= row[kind]["value"] <= row[kind]["ci"][1]
+    for row in found["versus"]:
+        for kind in ("slot", "path"):
+            ours, theirs = (
+                columns(kind, builder, members[row["slice"]])
+                for builder in ("best_first", row["over"])
+            )
+            assert same(row[kind], ours, theirs)
+    assert any(row["ratio"]["value"] != 1 for row in found["scores"]), "the two must differ"
+    assert path_gain(logs["slot"], simulations, slices, **DRAWS) is None
 
 
 @pytest.mark.parametrize("kind", ["slot", "path"])
@@ -383,6 +440,7 @@ def test_a_diagnosis_is_a_page_with_a_meaning_for_every_figure(
     Console(width=80).print(diagnosis_view(found))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
+    assert "path / slot" in shown and "all (10)" in shown and "/ Algorithm 1" in shown
     for name, value, meaning in glance_rows(found):
         assert name.strip() in shown and value in shown and meaning
     for path in write_figures(found, tmp_path):

@@ -17,6 +17,7 @@ from jetspec.diagnostics.measures import (
     looping,
     walk,
 )
+from jetspec.diagnostics.paths import path_gain
 from jetspec.diagnostics.report import write_figures
 from jetspec.diagnostics.simulate import Simulation, beaten_by, oracle, simulate
 from jetspec.errors import JetspecError
@@ -199,6 +200,8 @@ def diagnose(
     listen("walking the rounds of every tree")
     trees = candidate_trees(log, budgets)
     simulations = [simulate(log, tree) for tree in trees]
+    slices = {sample.prompt_id: sample.slice for sample in samples}
+    gain = path_gain(log, simulations, slices, **draws)
     reference = simulations[trees.index(reference_tree(log, budgets))]
     fitted = fitted_settings(log, reference)
     trees += fitted_trees(log, budgets, fitted)
@@ -240,6 +243,8 @@ def diagnose(
         "calibration": calibration(log, reference, walks),
         "settings": fitted,
     }
+    if gain is not None:
+        facts["path_scores"] = gain
     return Diagnosis(facts, log)
 
 
@@ -284,7 +289,7 @@ def tree_label(tree: TreeConfig) -> str:
 
 
 def _prediction(
-    simulation: Simulation, replayed: float | None, beaten: Simulation | None, draws: dict[str, int]
+    simulation: Simulation, replayed: float | None, beaten: Simulation | None, draws: dict[str, Any]
 ) -> dict[str, Any]:
     tree = simulation.tree
     return {
@@ -298,7 +303,7 @@ def _prediction(
     }
 
 
-def _tau(simulation: Simulation, draws: dict[str, int]) -> dict[str, Any]:
+def _tau(simulation: Simulation, draws: dict[str, Any]) -> dict[str, Any]:
     estimate = simulation.tau(**draws)
     value, ci = estimate.rounded() if estimate else (None, None)
     return {"tau": value, "ci": ci}

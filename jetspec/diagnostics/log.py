@@ -6,7 +6,7 @@ that the rounds of any tree can be walked in it afterwards, without the head and
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,11 @@ class DraftLog:
         if isinstance(self.proposals, Tree):
             return "tree"
         return "slot" if self.proposals.edge_scores.stride(2) == 0 else "path"
+
+    def without_edges(self) -> "DraftLog | None":
+        """The log of the same head with its edges taken out; None where it has none to take."""
+        slots = None if isinstance(self.proposals, Tree) else self.proposals.without_edges()
+        return None if slots is None else replace(self, proposals=slots)
 
     def propose(self, rows: Tensor) -> Proposal:
         """What the head drafted behind the anchors `rows`, long [B]."""
@@ -203,9 +208,8 @@ def _steps(
 
 
 def _draft(parts: dict[str, Tensor]) -> Draft:
-    edges = parts["edge_scores"]
     width = parts["tokens"].shape[2]
-    return Draft(parts["tokens"], edges.expand(-1, -1, width, -1), parts.get("confidence"))
+    return Draft(**{**parts, "edge_scores": parts["edge_scores"].expand(-1, -1, width, -1)})
 
 
 def _check_size(proposal: Proposal, anchors: int, limit_gb: float) -> None:

@@ -12,6 +12,7 @@ from jetspec.trees.tree import Tree
 
 Proposal = Draft | Tree
 _TREE = ("tokens", "parents", "depths", "scores", "sizes")
+_OPTIONAL = ("confidence", "slot_scores")
 _PADDING = {"tokens": 0, "parents": -1, "depths": 0, "scores": float("-inf")}
 
 
@@ -19,9 +20,9 @@ def select(proposal: Proposal, rows: Tensor) -> Proposal:
     """The proposals of `rows`, long [B]."""
     if isinstance(proposal, Tree):
         return Tree(**{name: getattr(proposal, name)[rows] for name in _TREE})
-    sure = proposal.confidence
-    sure = None if sure is None else sure[rows]
-    return Draft(proposal.tokens[rows].long(), proposal.edge_scores[rows], sure)
+    own = {name: getattr(proposal, name) for name in _OPTIONAL}
+    own = {name: scores[rows] for name, scores in own.items() if scores is not None}
+    return Draft(proposal.tokens[rows].long(), proposal.edge_scores[rows], **own)
 
 
 def stored(proposal: Proposal) -> dict[str, Tensor]:
@@ -32,7 +33,8 @@ def stored(proposal: Proposal) -> dict[str, Tensor]:
     shared = edges.stride(2) == 0
     edges = (edges[:, :, :1] if shared else edges).float().contiguous()
     kept = {"tokens": proposal.tokens.int(), "edge_scores": edges}
-    return kept if proposal.confidence is None else {**kept, "confidence": proposal.confidence}
+    own = {name: getattr(proposal, name) for name in _OPTIONAL}
+    return kept | {name: scores for name, scores in own.items() if scores is not None}
 
 
 def stored_bytes(proposal: Proposal) -> int:

@@ -1,4 +1,4 @@
-"""A diagnosis as a person reads it: three short tables, and two figures."""
+"""A diagnosis as a person reads it: a few short tables, and two figures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from jetspec.diagnostics.gap import LARGE, SMALL
+from jetspec.diagnostics.paths import ALL
 from jetspec.evaluation.figures import figure_axes, save_figure
 
 Facts = Mapping[str, Any]
@@ -17,6 +18,8 @@ Facts = Mapping[str, Any]
 def diagnosis_view(facts: Facts) -> Group:
     """The whole page for the terminal, within 80 columns."""
     parts: list[Any] = [glance_table(facts), "", depth_table(facts), "", prediction_table(facts)]
+    if "path_scores" in facts:
+        parts += ["", path_table(facts), "", versus_table(facts)]
     return Group(*parts, *settings_lines(facts))
 
 
@@ -111,6 +114,45 @@ def prediction_table(facts: Facts) -> Table:
         "settings below."
     )
     table.caption_justify = "left"
+    return table
+
+
+def path_table(facts: Facts) -> Table:
+    """tau with slot scores and with path scores, chain and best-first trees, by slice."""
+    table = _table("What path scores add: the same drafts with and without the head's edges")
+    table.add_column("slice")
+    for name in ("tree", "slot 95 %", "path 95 %", "path / slot 95 %"):
+        table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)
+    before = None
+    for row in facts["path_scores"]["scores"]:
+        if row["builder"] == "algorithm1":
+            continue
+        name = "" if row["slice"] == before else f"{row['slice']} ({row['prompts']})"
+        before = row["slice"]
+        kind = "chain" if row["builder"] == "chain" else "tree"
+        values = [_estimate(row[side]) for side in ("slot", "path", "ratio")]
+        table.add_row(name, f"{kind} {row['budget']}", *values)
+    table.caption = (
+        "In brackets the prompts. Ratios are paired by prompt; an interval that holds 1 decides "
+        "nothing."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def versus_table(facts: Facts) -> Table:
+    """The best-first tree over the chain and over Algorithm 1, each kind of scores for itself."""
+    table = _table("Best-first trees over others, all prompts, paired")
+    names = {"chain": "chain", "algorithm1": "Algorithm 1"}
+    table.add_column("tree", no_wrap=True)
+    for kind in ("slot", "path"):
+        for over in names.values():
+            table.add_column(f"/ {over}, {kind}", justify="right")
+    rows = [row for row in facts["path_scores"]["versus"] if row["slice"] == ALL]
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        own = {row["over"]: row for row in rows if row["budget"] == budget}
+        values = [_estimate(own[over][kind]) for kind in ("slot", "path") for over in names]
+        table.add_row(f"tree {budget}", *values)
     return table
 
 
@@ -217,6 +259,10 @@ def _tau(row: Facts) -> str:
         return "-"
     ci = row["ci"]
     return f"{row['tau']:.2f}" + (f" {ci[0]:.2f}-{ci[1]:.2f}" if ci else "")
+
+
+def _estimate(found: Facts) -> str:
+    return _tau({"tau": found["value"], "ci": found["ci"]})
 
 
 def _number(value: float | None, digits: int = 2) -> str:

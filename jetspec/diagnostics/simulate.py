@@ -5,7 +5,7 @@ On a log of greedy answers it gives exactly the tau of replay and of real greedy
 answers drawn with a seed, the tau of sample-and-match with that seed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +41,18 @@ class Simulation:
     expected: Tensor
     replays: tuple[Replay, ...]
 
-    def tau(self, *, samples: int, seed: int) -> Estimate | None:
+    def tau(
+        self, *, samples: int, seed: int, prompts: Collection[str] | None = None
+    ) -> Estimate | None:
         """Tokens a round, with an interval over prompts."""
-        return ratio_interval(*self.columns(), samples=samples, seed=seed)
+        return ratio_interval(*self.columns(prompts), samples=samples, seed=seed)
 
-    def columns(self) -> tuple[list[int], list[int]]:
-        """(tokens, rounds) of every prompt, prompts in order of their id."""
+    def columns(self, prompts: Collection[str] | None = None) -> tuple[list[int], list[int]]:
+        """(tokens, rounds) of every prompt, or of these `prompts`, in order of their id."""
         sums: dict[str, list[int]] = {}
         for replay in self.replays:
+            if prompts is not None and replay.prompt_id not in prompts:
+                continue
             entry = sums.setdefault(replay.prompt_id, [0, 0])
             entry[0] += replay.committed
             entry[1] += replay.rounds
@@ -151,9 +155,17 @@ def _reach(log: DraftLog, rows: Tensor) -> Tensor:
     return torch.stack(right).sum(0)
 
 
-def ratio(ours: Simulation, theirs: Simulation, *, samples: int, seed: int) -> Estimate | None:
-    """tau of ours over tau of theirs, paired by prompt."""
-    return paired_ratio_interval(*ours.columns(), *theirs.columns(), samples=samples, seed=seed)
+def ratio(
+    ours: Simulation,
+    theirs: Simulation,
+    *,
+    samples: int,
+    seed: int,
+    prompts: Collection[str] | None = None,
+) -> Estimate | None:
+    """tau of ours over tau of theirs, paired by prompt; of these `prompts` or of all."""
+    columns = (*ours.columns(prompts), *theirs.columns(prompts))
+    return paired_ratio_interval(*columns, samples=samples, seed=seed)
 
 
 def beaten_by(

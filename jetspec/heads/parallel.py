@@ -365,7 +365,8 @@ class ParallelHead(DraftHead):
         width = min(width, slot_logits.shape[-1])
         best, tokens = slot_logits.topk(width, dim=-1)
         log_q = best - torch.logsumexp(slot_logits, dim=-1, keepdim=True)
-        return Draft(tokens, self.edges.edge_scores(tokens, log_q, anchors, hidden, embed))
+        edges = self.edges.edge_scores(tokens, log_q, anchors, hidden, embed)
+        return Draft(tokens, edges, slot_scores=log_q)
 
 
 def new_head(config: HeadConfig, target: Target, seed: int = 0) -> ParallelHead:

@@ -21,11 +21,14 @@ class Draft:
             0 the parent is the anchor: row 0 is used. -inf marks a candidate that does not exist.
         confidence: float [B, D, K], the drafter's own calibrated estimate that slot d is accepted
             once parent i at slot d - 1 was (DSpark, arXiv 2607.05147); None where it makes none.
+        slot_scores: float [B, D, K], log q of the candidates before the edges that path scores
+            come from; None where the edges are no correction of slot scores. Trees do not read it.
     """
 
     tokens: Tensor
     edge_scores: Tensor
     confidence: Tensor | None = None
+    slot_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, depth, width = self.tokens.shape
@@ -61,6 +64,12 @@ class Draft:
         width = tokens.shape[-1]
         return cls(tokens, log_q[:, :, None, :].expand(-1, -1, width, -1))
 
+    def without_edges(self) -> "Draft | None":
+        """The slot draft of the same pass: what the head drafts when its edges are taken out."""
+        if self.slot_scores is None:
+            return None
+        return Draft.from_slot_scores(self.tokens, self.slot_scores)
+
     def narrow(self, width: int, depth: int | None, widths: Sequence[int] = ()) -> "Draft":
         """The first `depth` slots (None: all) with their `width` best candidates.
 
@@ -75,5 +84,8 @@ class Draft:
             caps = torch.tensor(wanted, device=tokens.device)[:, None, None]
             ranks = torch.arange(width, device=tokens.device)
             edges = edges.masked_fill(ranks >= caps, -torch.inf)
-        confidence = self.confidence
-        return Draft(tokens, edges, None if confidence is None else confidence[:, :depth, :width])
+        confidence, slots = (
+            None if scores is None else scores[:, :depth, :width]
+            for scores in (self.confidence, self.slot_scores)
+        )
+        return Draft(tokens, edges, confidence, slots)
