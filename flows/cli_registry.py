@@ -46,6 +46,8 @@ def generate(
     """Decode a prompt with the champion. Tokens that one round committed share a colour."""
     from flows import generate_view, registry
 
+    if not prompt.strip():
+        raise JetspecError("PROMPT", f"'{prompt}'", "is empty; write what a user would ask")
     config, name = _registered(model, storage, tracking)
     champion = registry.require_champion(config, name)
     made_for = {"storage": storage, "target": champion.lineage["target"]}

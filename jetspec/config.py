@@ -12,7 +12,7 @@ from jetspec.generation.config import RegenerationConfig
 from jetspec.heads.config import HeadConfig, HeadSettings, parse_head
 from jetspec.promotion import PromotionConfig
 from jetspec.prompts import PromptsConfig
-from jetspec.settings import Settings
+from jetspec.settings import Settings, first_mistake
 from jetspec.targets.config import TargetConfig
 from jetspec.training.config import TrainingConfig
 
@@ -104,16 +104,12 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "config"
-        if first["type"] == "extra_forbidden":
-            raise JetspecError(field, first["input"], "unknown key; check its spelling") from error
-        raise JetspecError(field, first["input"], first["msg"]) from error
+        raise first_mistake(error, "config") from error
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
-    if not sign:
+    if not sign or not all(key.split(".")):
         raise JetspecError("--set", override, "write it as section.key=value")
     *sections, last = key.split(".")
     for section in sections:

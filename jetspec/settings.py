@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer
+
+from jetspec.errors import JetspecError
 
 
 class Settings(BaseModel):
@@ -19,3 +21,26 @@ class Settings(BaseModel):
         fields = type(self).model_fields
         unset = {name for name in self.optional if getattr(self, name) == fields[name].default}
         return {name: value for name, value in dump(self).items() if name not in unset}
+
+
+def first_mistake(error: ValidationError, whole: str, source: object = None) -> JetspecError:
+    """The first wrong setting, as a line for the user.
+
+    Args:
+        whole: the field's name where no single setting is wrong; source: its value then.
+    """
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or whole
+    value = first["input"] if first["loc"] or source is None else source
+    if first["type"] == "extra_forbidden":
+        return JetspecError(field, value, "unknown key; check its spelling")
+    mend = str(first["msg"])
+    if first["type"] in ("model_type", "dict_type"):
+        mend = "is a section; write its settings below it"
+    elif value is None or value == "":
+        wanted = mend.removeprefix("Input should be ")
+        wanted = "a value" if wanted == mend else wanted
+        mend = f"is empty; give {wanted}, or leave the key out"
+    # Python would show an empty value as nothing, or by a name that no run file knows.
+    shown = "null" if value is None else "''" if value == "" else value
+    return JetspecError(field, shown, mend)

@@ -59,6 +59,24 @@ def test_unknown_key_in_an_override(workspace: Workspace) -> None:
     assert "head.layers: 2" in line
 
 
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("storage=", "storage: null: is empty; give a valid string, or leave the key out"),
+        ("storage=''", "storage: '': is empty; give a value, or leave the key out"),
+        ("target.dtype=''", "target.dtype: '': is empty; give 'auto', 'bf16' or 'fp32', or leave"),
+        ("training.epochs=null", "training.epochs: null: is empty; give a valid integer, or leave"),
+        ("training=", "training: null: is a section; write its settings below it"),
+        ("=4", "--set: =4: write it as section.key=value"),
+    ],
+)
+def test_an_empty_setting_is_told_from_a_wrong_one(
+    workspace: Workspace, setting: str, line: str
+) -> None:
+    shown = one_line(workspace.library("regenerate", workspace.run, "--set", setting))
+    assert shown.startswith(f"error: {line}")
+
+
 def test_missing_run_file(workspace: Workspace) -> None:
     assert "nope.yaml: not found" in one_line(invoke(app, "run", "nope.yaml"))
 

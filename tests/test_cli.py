@@ -204,6 +204,13 @@ def test_a_wrong_sampling_option_is_one_line(
     assert line.startswith(f"error: {field}: ")
 
 
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_an_empty_prompt_is_refused(tmp_path: Path, prompt: str) -> None:
+    line = one_line(invoke(app, "generate", prompt, "--storage", str(tmp_path / "none")))
+    assert line.startswith("error: PROMPT: '")
+    assert "is empty; write what a user would ask" in line
+
+
 def test_a_first_champion_cannot_be_rolled_back(registered: Workspace) -> None:
     jetspec(registered, "promote", "--force")
     assert "first champion" in one_line(jetspec(registered, "rollback"))

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import cell_label
-from jetspec.settings import Settings
+from jetspec.settings import Settings, first_mistake
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -167,12 +167,7 @@ def load_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
     try:
         return AblationConfig.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "ablation"
-        value = first["input"] if first["loc"] else str(path)
-        if first["type"] == "extra_forbidden":
-            raise JetspecError(field, value, "unknown key; check its spelling") from error
-        raise JetspecError(field, value, first["msg"]) from error
+        raise first_mistake(error, "ablation", str(path)) from error
 
 
 def _lay(raw: dict[str, Any], key: str, value: Any, field: str) -> None:
