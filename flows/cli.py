@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flows import cli_registry as registered
-from flows.cli_options import STORAGE, MlflowPort, PrefectPort, Run, Storage
+from flows.cli_options import STORAGE, MlflowPort, PrefectPort, Run, Storage, where
 from flows.presets import preset_path, resolve_run
 from jetspec import cli as library
 from jetspec.cli_options import HELP_OPTIONS, AsJson, HeadDir, OneLineErrors, Overrides, Samples
@@ -144,7 +144,7 @@ def up(
     service.up(storage, prefect_port=prefect_port, mlflow_port=mlflow_port, say=typer.echo)
     api = f"http://{service.HOST}:{prefect_port}/api"
     typer.echo(f"\nstart a run:  prefect deployment run {service.FLOW}/default --watch")
-    typer.echo("stop:         jetspec down")
+    typer.echo(f"stop:         jetspec down{where(storage)}")
     typer.echo(f"Prefect's profile `jetspec` is active; in scripts: export PREFECT_API_URL={api}")
     if os.environ.get("PREFECT_API_URL", api) != api:
         typer.echo("PREFECT_API_URL is set to another server in this shell: unset it", err=True)

@@ -1,10 +1,12 @@
 """Options of the command `jetspec` beyond those of the library's commands."""
 
+import shlex
 from typing import Annotated
 
 import typer
 
 from jetspec.config import RunConfig
+from jetspec.storage import absolute
 
 _RUN_HELP = "A preset (quickstart, default, gpu, nightly, ablations) or a run file's path (YAML)."
 
@@ -22,3 +24,9 @@ PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect server.", mi
 MlflowPort = Annotated[int, typer.Option(help="Port of MLflow.", min=1, max=65535)]
 
 STORAGE: str = RunConfig.model_fields["storage"].default
+
+
+def where(storage: str, tracking: str | None = None) -> str:
+    """The options, each after a space, that a command needs to find what was made there."""
+    text = "" if absolute(storage) == absolute(STORAGE) else f" --storage {shlex.quote(storage)}"
+    return text if tracking is None else f"{text} --tracking {shlex.quote(tracking)}"

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows import tracking
+from flows.cli_options import where
 from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.evaluation.figures import write_figures
@@ -117,8 +118,22 @@ def show(
         )
     else:
         console.print(f"champion  unchanged ({promotion['champion'] or 'none'})", soft_wrap=True)
-    console.print(
-        "\nlook      jetspec registry show        the champion, its figures and its lineage\n"
-        '          jetspec generate "..."       a prompt decoded with it, coloured by round\n'
-        "          jetspec up                   Prefect and MLflow in the browser"
-    )
+    show_next(console, run, promotion["champion"])
+
+
+def show_next(console: Console, run: RunConfig, champion: int | None) -> None:
+    """Commands that look at what the run left, as they can be pasted: one line each."""
+    place = where(run.storage, run.tracking.uri)
+    steps = [(f"jetspec compare{place}", "the registered heads side by side")]
+    if champion is not None:
+        steps = [
+            (f"jetspec registry show{place}", "the champion, its figures and its lineage"),
+            (f'jetspec generate "..."{place}', "a prompt decoded with it, coloured by round"),
+        ]
+    if storage.is_local(run.storage):
+        steps.append((f"jetspec up{where(run.storage)}", "Prefect and MLflow in the browser"))
+    width = max(len(command) for command, _ in steps)
+    console.print()
+    for i, (command, what) in enumerate(steps):
+        line = f"{'' if i else 'look':9} {command:{width}}  # {what}"
+        console.print(line, soft_wrap=True, markup=False)

@@ -1,15 +1,19 @@
 """Both command lines, from a tiny target to a champion that answers a prompt."""
 
+import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from flows import generate_view, promote, tracking
+from flows import generate_view, promote, summary, tracking
 from flows.cli import app
+from flows.cli_options import STORAGE, where
 from flows.registered import ChampionRecord
 from jetspec.config import load_config, parse_config
 from tests.answers import save_target
@@ -209,6 +213,27 @@ def test_an_empty_prompt_is_refused(tmp_path: Path, prompt: str) -> None:
     line = one_line(invoke(app, "generate", prompt, "--storage", str(tmp_path / "none")))
     assert line.startswith("error: PROMPT: '")
     assert "is empty; write what a user would ask" in line
+
+
+@pytest.mark.parametrize("champion", [None, 1])
+def test_the_commands_that_a_run_names_at_its_end_work_when_pasted(
+    registered: Workspace, champion: int | None
+) -> None:
+    jetspec(registered, "promote", "--force")
+    page = io.StringIO()
+    summary.show_next(Console(file=page, width=40), load_config(registered.run), champion)
+    commands = [line.removeprefix("look").strip() for line in page.getvalue().splitlines() if line]
+    assert len(commands) == (2 if champion is None else 3)
+    for command in commands:
+        name, *arguments = shlex.split(command, comments=True)
+        assert name == "jetspec"
+        done = invoke(app, *arguments, *(["--help"] if arguments[0] == "up" else []))
+        assert done.exit_code == 0, done.output
+
+
+def test_the_default_storage_needs_no_option_and_others_are_quoted() -> None:
+    assert where(STORAGE) == where(str(Path(STORAGE).absolute())) == ""
+    assert where("s3://b/my runs", "http://m") == " --storage 's3://b/my runs' --tracking http://m"
 
 
 def test_a_first_champion_cannot_be_rolled_back(registered: Workspace) -> None:
