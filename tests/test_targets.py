@@ -486,6 +486,13 @@ def test_a_gguf_file_gives_the_model_it_was_made_of(tmp_path):
     assert target.eos_token_ids == {target.tokenizer.convert_tokens_to_ids("<|end|>")}
 
 
+def test_converting_a_gguf_file_prints_nothing_where_nobody_watches(tmp_path, capfd):
+    gguf = tmp_path / "tiny.gguf"
+    write_tiny_gguf(gguf)
+    target_directory(config_of(gguf, tmp_path))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_gguf_file_is_converted_once_and_its_directory_is_a_target(tmp_path):
     gguf = tmp_path / "tiny.gguf"
     write_tiny_gguf(gguf)

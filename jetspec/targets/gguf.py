@@ -1,18 +1,21 @@
 """A GGUF file becomes a plain Hugging Face directory, once."""
 
+import contextlib
 import copy
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 from jetspec.errors import JetspecError
 from jetspec.storage import sha256_file
@@ -76,7 +79,7 @@ def check_gguf(path: Path) -> None:
 def convert(gguf: Path, directory: Path) -> None:
     """Dequantise `gguf` into `directory`: config, safetensors, tokenizer and chat template."""
     try:
-        with quiet():
+        with quiet(), _own_bar():
             save_tokenizer(gguf, directory)
             loaded = load_causal_lm(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     except JetspecError:
@@ -91,6 +94,23 @@ def convert(gguf: Path, directory: Path) -> None:
     with quiet():
         model.save_pretrained(directory)
     _tidy(directory)
+
+
+@contextlib.contextmanager
+def _own_bar() -> Iterator[None]:
+    """The reader's bar, which no setting reaches, as one of ours: on a terminal, gone when done."""
+    console = Console(stderr=True)
+
+    def bar(tensors: Iterable[Any], **look: Any) -> Iterable[Any]:
+        hidden = not console.is_terminal
+        return track(tensors, "convert", console=console, transient=True, disable=hidden)
+
+    theirs = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
+    modeling_gguf_pytorch_utils.tqdm = bar
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = theirs
 
 
 def _without_quantizer(loaded: Any) -> Any:
