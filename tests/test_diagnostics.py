@@ -143,7 +143,8 @@ def test_what_path_scores_add_is_the_ratio_of_two_replays(target, heads, samples
     trees = [TREES[0], TREES[2], TREES[4].model_copy(update={"width": WIDTH})]
     slices = {s.prompt_id: "math" if place < 4 else "chat" for place, s in enumerate(samples)}
     simulations = [simulate(logs["path"], tree) for tree in trees]
-    found = path_gain(logs["path"], simulations, slices, **DRAWS)
+    asked = {"reference": TREES[2], **DRAWS}
+    found = path_gain(logs["path"], simulations, slices, **asked)
     replays = {
         (kind, tree.builder): replay_tau(target, head, samples, tree)
         for kind, head in heads.items()
@@ -177,7 +178,10 @@ def test_what_path_scores_add_is_the_ratio_of_two_replays(target, heads, samples
             )
             assert same(row[kind], ours, theirs)
     assert any(row["ratio"]["value"] != 1 for row in found["scores"]), "the two must differ"
-    assert path_gain(logs["slot"], simulations, slices, **DRAWS) is None
+    bare = simulate(logs["slot"], TREES[2])
+    looked = after_sibling(logs["slot"], bare, walk(logs["slot"], bare.rows), **DRAWS)
+    assert found["next_depth"] == looked
+    assert path_gain(logs["slot"], simulations, slices, **asked) is None
 
 
 @pytest.mark.parametrize("kind", ["slot", "path"])
@@ -441,6 +445,7 @@ def test_a_diagnosis_is_a_page_with_a_meaning_for_every_figure(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "path / slot" in shown and "all (10)" in shown and "/ Algorithm 1" in shown
+    assert "  slot scores" in [row[0] for row in glance_rows(found)]
     for name, value, meaning in glance_rows(found):
         assert name.strip() in shown and value in shown and meaning
     for path in write_figures(found, tmp_path):

@@ -201,8 +201,8 @@ def diagnose(
     trees = candidate_trees(log, budgets)
     simulations = [simulate(log, tree) for tree in trees]
     slices = {sample.prompt_id: sample.slice for sample in samples}
-    gain = path_gain(log, simulations, slices, **draws)
     reference = simulations[trees.index(reference_tree(log, budgets))]
+    gain = path_gain(log, simulations, slices, reference=reference.tree, **draws)
     fitted = fitted_settings(log, reference)
     trees += fitted_trees(log, budgets, fitted)
     simulations += [simulate(log, tree) for tree in trees[len(simulations) :]]

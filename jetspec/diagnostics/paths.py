@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetspec.diagnostics.log import DraftLog
+from jetspec.diagnostics.measures import after_sibling, walk
 from jetspec.diagnostics.simulate import Simulation, ratio, simulate
 from jetspec.evaluation.statistics import Estimate
+from jetspec.trees.config import TreeConfig
 
 ALL = "all"
 
@@ -20,6 +22,7 @@ def path_gain(
     simulations: Sequence[Simulation],
     slices: Mapping[str, str],
     *,
+    reference: TreeConfig,
     samples: int,
     seed: int,
 ) -> dict[str, Any] | None:
@@ -28,14 +31,16 @@ def path_gain(
     Args:
         simulations: the trees, walked in `log` as it is: the path side.
         slices: slice of every prompt id.
+        reference: the tree of `simulations` at whose rounds the head is looked at.
         samples, seed: of the bootstrap over prompts.
 
     Returns:
         None where the head has no edges to take out. Else, as plain JSON values,
         {scores: by slice and tree the tau of `slot` and of `path`, and `ratio`, path over slot;
         versus: by slice and budget the ratio of best-first over the chain and over Algorithm 1,
-        with `slot` scores on both sides and with `path` scores; bootstrap: of the intervals},
-        each estimate {value, ci}. The slice `all` pools the prompts of every slice.
+        with `slot` scores on both sides and with `path` scores; each estimate {value, ci};
+        next_depth: `measures.after_sibling` with slot scores, at the rounds of `reference`;
+        bootstrap: of the intervals}. The slice `all` pools the prompts of every slice.
     """
     bare = log.without_edges()
     if bare is None:
@@ -63,7 +68,9 @@ def path_gain(
             }
             tree = {"budget": ours.tree.budget, "over": theirs.tree.builder}
             versus.append({"slice": name, "prompts": len(prompts), **tree, **_plain(sides)})
-    return {"bootstrap": draws, "scores": scores, "versus": versus}
+    looked = next(theirs for theirs in slot if theirs.tree == reference)
+    next_depth = after_sibling(bare, looked, walk(bare, looked.rows), **draws)
+    return {"bootstrap": draws, "scores": scores, "versus": versus, "next_depth": next_depth}
 
 
 def groups(slices: Mapping[str, str]) -> dict[str, set[str]]:

@@ -69,6 +69,12 @@ def glance_rows(facts: Facts) -> list[tuple[str, str, str]]:
         ("calibration, step", _number(curves["step"]["ece"], 3), "probability against acceptance"),
         ("calibration, path", _number(curves["path"]["ece"], 3), "the same of whole tree paths"),
     ]
+    if "path_scores" in facts:
+        bare = facts["path_scores"]["next_depth"]
+        for name, kind in (("right on the spine", "spine"), ("right after a sibling", "sibling")):
+            place = next(n for n, row in enumerate(rows) if row[0] == name)
+            meaning = f"the same without the head's edges ({bare[kind]['asked']})"
+            rows.insert(place + 1, ("  slot scores", _share(bare[kind]["right"]), meaning))
     if loops:
         meaning = f"{loops['looping']} of {loops['answers']} answers repeat; left out"
         rows.append(("looping answers", _share(loops["share"]), meaning))
