@@ -1,9 +1,8 @@
 """The shape of a draft head."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from jetspec.settings import Settings
 
@@ -18,19 +17,27 @@ class HeadSettings(Settings):
         block_size: anchor plus the slots that training lays behind it; a block of 16 trains 15.
     """
 
-    # Fields that a dump leaves out at their default: stage keys made without them stay valid.
-    optional: ClassVar[frozenset[str]] = frozenset()
-
     kind: str = PARALLEL
     block_size: int = Field(16, ge=2)
 
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        fields = type(self).model_fields
-        unset = {name for name in self.optional if getattr(self, name) == fields[name].default}
-        if self.kind == PARALLEL:
-            unset |= {"kind"}
-        return {name: value for name, value in dump(self).items() if name not in unset}
+
+class LayerSettings(HeadSettings):
+    """A head of decoder layers over fused target states; sizes left at None follow the target's.
+
+    Attributes:
+        taps: target layers whose outputs are fused; None spreads `num_taps` of them.
+        rope_parameters: rotary embedding as transformers writes it (`rope_theta`, `rope_type`).
+    """
+
+    num_taps: int = Field(5, ge=1)
+    taps: tuple[int, ...] | None = None
+    intermediate_size: int | None = Field(None, ge=1)
+    num_attention_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    rms_norm_eps: float | None = Field(None, gt=0)
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int | None = Field(None, ge=1)
 
 
 def parse_head(value: Any) -> Any:
@@ -49,15 +56,13 @@ def parse_head(value: Any) -> Any:
     return head_class(str(kind)).settings.model_validate(value)
 
 
-class HeadConfig(HeadSettings):
+class HeadConfig(LayerSettings):
     """A parallel draft head; sizes left at None follow the target's.
 
     Attributes:
         mask: `causal` is JetSpec's in-block mask, `bidirectional` is DFlash's. That and the loss
             are the only differences between the two heads.
-        taps: target layers whose outputs are fused; None spreads `num_taps` of them.
         mask_token_id: the token that fills an undecided slot; None picks an unused id.
-        rope_parameters: rotary embedding as transformers writes it (`rope_theta`, `rope_type`).
         edges: what produces path scores, a name in `heads/producers.py`: `markov` (the parent's
             token), `selector` (gated by the context), `lattice` (a transformer over all
             candidates), or `none`; None is `markov` where `edge_rank` is above 0.
@@ -73,22 +78,13 @@ class HeadConfig(HeadSettings):
     """
 
     optional: ClassVar[frozenset[str]] = frozenset(
-        {"edges", "edge_layers", "edge_width", "conv_rank"}
+        {"kind", "edges", "edge_layers", "edge_width", "conv_rank"}
         | {"rescore", "rescore_layers", "rescore_nodes"}
     )
 
     mask: Literal["causal", "bidirectional"] = "causal"
     num_layers: int = Field(5, ge=1)
-    num_taps: int = Field(5, ge=1)
-    taps: tuple[int, ...] | None = None
     mask_token_id: int | None = None
-    intermediate_size: int | None = Field(None, ge=1)
-    num_attention_heads: int | None = Field(None, ge=1)
-    num_key_value_heads: int | None = Field(None, ge=1)
-    head_dim: int | None = Field(None, ge=2)
-    rms_norm_eps: float | None = Field(None, gt=0)
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int | None = Field(None, ge=1)
     edge_rank: int = Field(0, ge=0)
     edge_gate: bool = True
     edges: str | None = None

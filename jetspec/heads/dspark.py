@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetspec.heads.cache import HeadCache
-from jetspec.heads.config import HeadConfig, HeadSettings
+from jetspec.heads.config import HeadConfig, LayerSettings
 from jetspec.heads.files import DType
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead, register
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from jetspec.training.hidden_cache import HiddenStates
 
 
-class DSparkConfig(HeadSettings):
+class DSparkConfig(LayerSettings):
     """A DSpark head; sizes left at None follow the target's.
 
     The paper's loss is `training.loss.kind: {hard_labels: 0.1, total_variation: 0.9}`.
 
     Attributes:
         block_size: places of the block, the anchor's included: the tokens it drafts.
-        mask, taps, mask_token_id, rope_parameters: as a parallel head's.
+        mask, mask_token_id: as a parallel head's.
         markov_rank: r of the two tables [V, r].
         confidence_weight: weight of the confidence head's loss.
         scores: what a draft's edges are: `survival`, where a parent's best child has the calibrated
@@ -51,16 +51,7 @@ class DSparkConfig(HeadSettings):
     block_size: int = Field(7, ge=2)
     mask: Literal["causal", "bidirectional"] = "bidirectional"
     num_layers: int = Field(5, ge=1)
-    num_taps: int = Field(5, ge=1)
-    taps: tuple[int, ...] | None = None
     mask_token_id: int | None = None
-    intermediate_size: int | None = Field(None, ge=1)
-    num_attention_heads: int | None = Field(None, ge=1)
-    num_key_value_heads: int | None = Field(None, ge=1)
-    head_dim: int | None = Field(None, ge=2)
-    rms_norm_eps: float | None = Field(None, gt=0)
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int | None = Field(None, ge=1)
     markov_rank: int = Field(256, ge=1)
     confidence_weight: float = Field(1.0, ge=0)
     scores: Literal["survival", "probability"] = "survival"

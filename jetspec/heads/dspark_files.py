@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from jetspec.errors import JetspecError
 from jetspec.heads.dspark import SHARED, DSparkHead
 from jetspec.heads.files import CONFIG, WEIGHTS, DType, load_state, read_weights, write_tensors
-from jetspec.heads.formats import FOREIGN, HeadShape, layer_config
+from jetspec.heads.formats import FOREIGN, dspark_shape, layer_config
 from jetspec.heads.registry import OWN
 from jetspec.storage import join, write_json
 
@@ -45,8 +45,15 @@ def save_dspark(head: DSparkHead, directory: str, record: dict[str, Any], dtype:
 
 
 def load_dspark(cls: type[_DSpark], raw: dict[str, Any], directory: str) -> _DSpark:
-    """A head of our own or of another trainer's directory; see `DraftHead.load`."""
-    shape = _shape(raw, directory)
+    """A head of our own or of another trainer's directory; see `DraftHead.load`.
+
+    Raises:
+        JetspecError: also where the Markov head is of another kind.
+    """
+    kind = raw.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise JetspecError("head.markov_head_type", kind, f"only vanilla is read ({directory})")
+    shape = dspark_shape(raw, directory, {})
     own = raw.get(OWN, {"markov_rank": raw.get("markov_rank")})
     try:
         fields = {name: getattr(shape.config, name) for name in (*SHARED, "block_size")}
@@ -68,24 +75,3 @@ def load_dspark(cls: type[_DSpark], raw: dict[str, Any], directory: str) -> _DSp
     load_state(head, state, set(names.values()), directory)
     head.calibration = calibration
     return head.eval()
-
-
-def _shape(raw: dict[str, Any], directory: str) -> HeadShape:
-    """The trunk that a DSpark config describes.
-
-    Raises:
-        JetspecError: a key is missing, or the Markov head is of another kind.
-    """
-    kind = raw.get("markov_head_type", "vanilla")
-    if kind != "vanilla":
-        raise JetspecError("head.markov_head_type", kind, f"only vanilla is read ({directory})")
-    return HeadShape(
-        raw,
-        directory,
-        mask="causal" if raw.get("causal") else "bidirectional",
-        block_size=raw.get("block_size"),
-        taps=raw.get("target_layer_ids"),
-        mask_token_id=raw.get("mask_token_id"),
-        num_target_layers=raw.get("num_target_layers"),
-        own={},
-    )

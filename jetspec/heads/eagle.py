@@ -11,14 +11,14 @@ whole vocabulary; queries and keys are normed as in Qwen3; a step's anchors are 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from jetspec.heads.config import HeadConfig, HeadSettings
+from jetspec.heads.config import HeadConfig, LayerSettings
 from jetspec.heads.layers import (
     HeadAttention,
     HeadMLP,
@@ -40,28 +40,18 @@ if TYPE_CHECKING:
     from jetspec.training.config import LossConfig
 
 
-class EagleConfig(HeadSettings):
+class EagleConfig(LayerSettings):
     """An EAGLE-3 head; sizes left at None follow the target's.
 
     Attributes:
         block_size: anchor plus the steps that training unrolls; 9 is the paper's depth of 8.
         beam: nodes of a level that the next level is drafted from.
-        taps: target layers whose outputs are fused; None spreads `num_taps` of them.
-        rope_parameters: rotary embedding as transformers writes it.
     """
 
     kind: str = "eagle3"
     block_size: int = Field(9, ge=2)
     beam: int = Field(10, ge=1)
     num_taps: int = Field(3, ge=1)
-    taps: tuple[int, ...] | None = None
-    intermediate_size: int | None = Field(None, ge=1)
-    num_attention_heads: int | None = Field(None, ge=1)
-    num_key_value_heads: int | None = Field(None, ge=1)
-    head_dim: int | None = Field(None, ge=2)
-    rms_norm_eps: float | None = Field(None, gt=0)
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "EagleConfig":
@@ -278,8 +268,7 @@ class EagleHead(DraftHead):
         target: "Target",
         config: "LossConfig",
     ) -> tuple[Tensor, Tensor]:
-        from jetspec.training.losses import distil
-        from jetspec.training.step import Statistics
+        from jetspec.training.step import Statistics, distil_slots
 
         hidden = self.unroll(
             self.fc(taps),
@@ -289,18 +278,8 @@ class EagleHead(DraftHead):
             batch.starts,
             target.embed(batch.parents()),
         )
-        chosen = batch.chosen()
-        result = distil(
-            hidden.flatten(0, 2),
-            teacher_hidden.flatten(0, 1),
-            chosen,
-            batch.teachers,
-            batch.shared,
-            batch.chunks,
-            batch.labels.flatten()[chosen],
-            batch.weights.flatten()[chosen],
-            target.project,
-            config,
+        result = distil_slots(
+            batch, hidden.flatten(1, 2), teacher_hidden, target, config, slots=batch.chosen()
         )
         none = torch.zeros_like(result.loss)
         return result.loss, Statistics.of(batch, result.loss, none, result.hits).sums

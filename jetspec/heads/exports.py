@@ -15,6 +15,7 @@ from jetspec.heads.edges import MarkovEdges
 from jetspec.heads.files import CONFIG, DType
 from jetspec.heads.formats import (
     HeadShape,
+    dspark_shape,
     layer_config,
     native_config,
     own_config,
@@ -190,16 +191,7 @@ def _read_dspark(raw: dict[str, Any], directory: str) -> HeadShape:
         # Both default to true in C.
         if raw.get(key, True) != wanted:
             raise JetspecError(f"head.{key}", raw.get(key, True), "only false is supported")
-    return HeadShape(
-        raw,
-        directory,
-        mask="causal" if raw.get("causal") else "bidirectional",
-        block_size=raw.get("block_size"),
-        taps=raw.get("target_layer_ids"),
-        mask_token_id=raw.get("mask_token_id"),
-        num_target_layers=raw.get("num_target_layers"),
-        own=own_fields(raw),
-    )
+    return dspark_shape(raw, directory, own_fields(raw))
 
 
 READERS: dict[Format, Callable[[dict[str, Any], str], HeadShape]] = {

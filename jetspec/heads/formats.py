@@ -215,6 +215,20 @@ class HeadShape:
         return {"rope_type": "default", **scaling, **parameters, "rope_theta": float(found.pop())}
 
 
+def dspark_shape(raw: dict[str, Any], directory: str, own: dict[str, Any]) -> HeadShape:
+    """The shape in a config of format C, with `own` as its fields of ours."""
+    return HeadShape(
+        raw,
+        directory,
+        mask="causal" if raw.get("causal") else "bidirectional",
+        block_size=raw.get("block_size"),
+        taps=raw.get("target_layer_ids"),
+        mask_token_id=raw.get("mask_token_id"),
+        num_target_layers=raw.get("num_target_layers"),
+        own=own,
+    )
+
+
 def read_native(raw: dict[str, Any], directory: str) -> HeadShape:
     own = raw.get("dflash_config") or {}
     return HeadShape(
