@@ -8,7 +8,7 @@ found and becomes a row with its reason.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -16,6 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, Worker
 
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.evaluation.bench import open_engines
 from jetspec.evaluation.cells import Cell, Group
 from jetspec.evaluation.matrix import (
     OnProgress,
@@ -32,6 +33,9 @@ from jetspec.evaluation.record import failed_record
 from jetspec.stages import StageResult
 from jetspec.storage import read_json
 
+if TYPE_CHECKING:
+    from jetspec.evaluation.engines import Engines
+
 _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError)
 
 
@@ -44,13 +48,15 @@ class EvaluationWorker:
         self._config = config
         self._head_uri = head_uri
         self._models: tuple[Any, Any | None] | None = None
+        self._engines: Engines | None = None
 
     def measure(self, plan: Plan, cells: Sequence[Cell]) -> None:
         """Measure cells of one group; their records go to the plan's directory."""
         # Loading here and not in the constructor: its errors then reach the driver as they are.
         if self._models is None:
             self._models = load_models(self._config, self._head_uri)
-        measure_group(plan, cells, *self._models, self._config)
+            self._engines = open_engines(*self._models, self._config.evaluation)
+        measure_group(plan, cells, *self._models, self._config, self._engines)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,18 @@ class Job:
         return kept
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What engines of one target may have in common, so long as one decodes at a time.
+
+    A target is fused once: fusing it again would leave earlier engines with copies of their own.
+    """
+
+    model: EngineModel
+    head: EngineHead | None
+    cache: PagedCache
+
+
 class Engine:
     """Decodes prompts with up to `slots` sequences side by side.
 
@@ -79,6 +91,7 @@ class Engine:
         ahead: rounds enqueued before the oldest is read; None is 1 on a GPU.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
         forced: commit path lengths that `state.forced` holds (for timing with random weights).
+        shared: weights and pages to use, made for the same slots, rows, pages and products.
 
     Raises:
         JetspecError: a target, head or tree that the engine does not run.
@@ -90,6 +103,7 @@ class Engine:
         pages: int | None = None, sampling: SamplingParams = _GREEDY, exact: bool = False,
         products: Products | None = None, graphs: bool | None = None, ahead: int | None = None,
         kernels: bool | None = None, page_size: int = PAGE_SIZE, forced: bool = False,
+        shared: Shared | None = None,
     ) -> None:  # fmt: skip
         on_gpu = target.device.type == "cuda"
         self.target, self.head, self.tree, self.sampling = target, head, tree, sampling
@@ -108,10 +122,14 @@ class Engine:
             raise JetspecError(
                 "sampling", "logit_bias, repetition_penalty", "the reference loop alone has them"
             )
-        products = products or Products(exact=exact)
-        self.model = EngineModel(target, max_rows=max_rows, products=products)
-        engine_head = EngineHead(head, max_rows=max_rows, products=products) if head else None
-        self.cache: PagedCache = self.model.new_cache(slots, max_rows, page_size, pages)
+        if shared is None:
+            products = products or Products(exact=exact)
+            model = EngineModel(target, max_rows=max_rows, products=products)
+            drafts = EngineHead(head, max_rows=max_rows, products=products) if head else None
+            cache = model.new_cache(slots, max_rows, page_size, pages)
+            shared = Shared(model, drafts, cache)
+        self.model, self.cache = shared.model, shared.cache
+        engine_head = shared.head if head else None
         self.state = State.idle(slots, draft_depth(engine_head, tree), target.device, forced)
         self.round = Round(
             self.model, engine_head, tree, sampling, self.cache, self.state, max_rows
@@ -187,7 +205,7 @@ class Engine:
         Attention's grid follows the longest context that a graph allows: one graph for each power
         of two keeps short contexts from paying for long ones.
         """
-        bound = min(self.max_rows, max(SHORTEST_BOUND, 1 << (self.reach - 1).bit_length()))
+        bound = self._bound(self.reach)
         self.round.max_context = bound
         if not self._graphs:
             self.round.run()
@@ -195,6 +213,21 @@ class Engine:
         if bound not in self._captured:
             self._captured[bound] = self.capture()
         self._captured[bound].replay()
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Capture every graph that sequences of up to `max_rows` need, so that no decode has to."""
+        if not (self.kernels and self._graphs):
+            return
+        reach = 1
+        while (bound := self._bound(reach)) not in self._captured:
+            self.round.max_context = bound
+            self._captured[bound] = self.capture()
+            reach = bound + 1
+
+    def _bound(self, reach: int) -> int:
+        """Rows of the context that a graph for `reach` rows allows."""
+        return min(self.max_rows, max(SHORTEST_BOUND, 1 << (reach - 1).bit_length()))
 
     @torch.no_grad()
     def capture(self) -> torch.cuda.CUDAGraph:

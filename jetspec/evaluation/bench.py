@@ -5,7 +5,7 @@ down slows all of them: ratios come from one run. A method that fails drops out 
 with its reason; the others go on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from jetspec.evaluation.methods import Decoded, Request, Runner, make_runner
 from jetspec.evaluation.record import Trace, failed_record, make_record, with_speedups
 
 if TYPE_CHECKING:
+    from jetspec.evaluation.engines import Engines
     from jetspec.prompts import Prompt
 
 CellRecord = dict[str, Any]
@@ -63,6 +64,7 @@ def run_group(
     baselines: Mapping[str, CellRecord] | None = None,
     *,
     runners: Mapping[Cell, Runner] | None = None,
+    engines: "Engines | None" = None,
     **facts: Any,
 ) -> list[CellRecord]:
     """The records of `cells`, in their order.
@@ -73,12 +75,18 @@ def run_group(
         prompts: the group's prompts, decoded in this order.
         baselines: records of `plain` and `hf_eager` of the same group, for those not in `cells`.
         runners: how each cell decodes; by default as its method says.
+        engines: those of an earlier group, from `open_engines`; None opens them where needed.
         facts: what else every record carries (fingerprint, hashes).
     """
     if len({cell.group for cell in cells}) != 1:
         raise ValueError("the cells of one run must share slice, batch size and temperature")
     batches = make_batches(prompts, target, cells[0].batch_size)
-    runs = _take_turns(cells, runners, target, head, batches, config)
+    engines = engines or open_engines(target, head, config)
+
+    def runner(cell: Cell) -> Runner:
+        return runners[cell] if runners else make_runner(cell, target, head, config, engines)
+
+    runs = _take_turns(cells, runner, batches, config)
     names = [cell.label for cell in cells]
     known: dict[str, CellRecord] = dict(baselines or {})
     records: dict[Cell, CellRecord] = {}
@@ -93,6 +101,19 @@ def run_group(
         if cell.method in BASELINES:
             known[cell.method] = record
     return [with_speedups(records[cell], known) for cell in cells]
+
+
+def open_engines(target: Any, head: Any | None, config: EvaluationConfig) -> "Engines | None":
+    """What decodes the cells that the engine can; None where the reference loop decodes all.
+
+    Raises:
+        JetspecError: the engine does not run this target or this head.
+    """
+    if config.backend != "engine":
+        return None
+    from jetspec.evaluation.engines import Engines
+
+    return Engines(target, head, config)
 
 
 def make_batches(prompts: Sequence["Prompt"], target: Any, batch_size: int) -> list[list[Item]]:
@@ -128,9 +149,7 @@ def describe_failure(error: BaseException) -> tuple[str, str]:
 
 def _take_turns(
     cells: Sequence[Cell],
-    runners: Mapping[Cell, Runner] | None,
-    target: Any,
-    head: Any | None,
+    runner: Callable[[Cell], Runner],
     batches: list[list[Item]],
     config: EvaluationConfig,
 ) -> dict[Cell, _Run]:
@@ -141,7 +160,7 @@ def _take_turns(
     def attempt(cell: Cell, requests: Sequence[Request], limit: int) -> Decoded | None:
         try:
             if cell not in calls:
-                calls[cell] = runners[cell] if runners else make_runner(cell, target, head, config)
+                calls[cell] = runner(cell)
             return calls[cell](requests, limit)
         except Exception as error:  # whatever breaks a cell becomes its row
             runs[cell].error = error

@@ -5,6 +5,7 @@ from typing import Any
 
 from jetspec.evaluation.cells import cell_label
 from jetspec.evaluation.pooling import Record, throughput
+from jetspec.evaluation.record import comparable
 
 # vLLM reads ranges of batch sizes; the last measured choice is carried on to here.
 MAX_BATCH_SIZE = 512
@@ -18,8 +19,8 @@ def serving_table(
 
     Walking up the batch sizes, the choice of the smaller batch is kept unless another is faster by
     more than `hysteresis`, a fraction: budgets must not flicker between neighbouring loads. A
-    cell counts only when its output check passed and when the method was measured on every slice
-    that plain decoding was measured on.
+    cell counts only when its output check passed, when what decoded it also decoded plainly, and
+    when the method was measured on every slice that plain decoding was measured on.
 
     Returns:
         rows {batch_size, method, builder, budget, tok_s, speedup_vs_plain}, by batch size; none
@@ -113,7 +114,9 @@ def _checked(record: Record) -> bool:
 
 def _speeds(records: Sequence[Record]) -> dict[tuple[str, str | None, int], float]:
     """Pooled tokens a second of every method that covers plain decoding's slices."""
-    needed = {r["slice"] for r in records if r["method"] == "plain"}
+    plain = [r for r in records if r["method"] == "plain"]
+    needed = {r["slice"] for r in plain}
+    records = [r for r in records if all(comparable(r, base) for base in plain)]
     speeds = {}
     for choice in {(r["method"], r["builder"], r["budget"]) for r in records}:
         own = [r for r in records if (r["method"], r["builder"], r["budget"]) == choice]

@@ -10,7 +10,11 @@ from jetspec.sampling_settings import SamplingSettings
 from jetspec.targets.config import TargetConfig
 from jetspec.trees.config import Score, TreeConfig, Width
 
+Backend = Literal["reference", "engine"]
 Method = Literal["plain", "lookup", "draft_model", "chain", "tree"]
+# Of a round in the engine: what its kernels for candidates and trees hold.
+ENGINE_WIDTH, ENGINE_DEPTH, ENGINE_BUDGET = 32, 64, 1024
+
 Positive = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
 
@@ -21,6 +25,9 @@ class EvaluationConfig(SamplingSettings):
     Attributes:
         methods: what is measured beside the two baselines (`plain`, our loop without a draft, and
             Hugging Face's `generate`), which every speed-up needs and which are always measured.
+        backend: what decodes: the reference loop, or the engine where there is a GPU. Prompt
+            lookup, draft models and the builders `algorithm1` and `static` stay with the reference
+            loop; their records say so and are not compared with the engine's `plain`.
         builders: tree builders compared under the method `tree`.
         score, alpha, width, widths, depth, calibration, rank_rates: of the trees; see
             `trees.config.TreeConfig`. A chain is cut to `depth` too.
@@ -47,6 +54,7 @@ class EvaluationConfig(SamplingSettings):
     """
 
     optional: ClassVar[frozenset[str]] = SamplingSettings.optional | {
+        "backend",
         "draft_model",
         "draft_model_depth",
         "rule",
@@ -55,6 +63,7 @@ class EvaluationConfig(SamplingSettings):
         "rank_rates",
     }
 
+    backend: Backend = "reference"
     methods: tuple[Method, ...] = ("plain", "lookup", "chain", "tree")
     builders: tuple[Literal["algorithm1", "best_first", "static"], ...] = ("best_first",)
     rule: Rule | None = None
@@ -104,6 +113,30 @@ class EvaluationConfig(SamplingSettings):
             raise JetspecError(f"evaluation.{error.field}", error.value, error.mend) from None
         for builder in builders:
             self.tree(builder, budget=1)
+        return self
+
+    @model_validator(mode="after")
+    def _the_engine_has_it(self) -> "EvaluationConfig":
+        """The engine would decode otherwise, or another tree: refused before anything is loaded."""
+        if self.backend != "engine":
+            return self
+        trees = "tree" in self.methods
+        lacking = {
+            "rule": self.rule == "residual",
+            "logit_bias": bool(self.logit_bias),
+            "repetition_penalty": self.repetition_penalty != 1,
+            "score": trees and self.score != "cumulative",
+            "widths": trees and bool(self.widths),
+            "width": self.needs_head and self.width > ENGINE_WIDTH,
+            "depth": self.needs_head and (self.depth or 1) > ENGINE_DEPTH,
+            "budgets": trees and max(self.budgets) > ENGINE_BUDGET,
+        }
+        for name, lacks in lacking.items():
+            if lacks:
+                raise JetspecError(
+                    f"evaluation.{name}", getattr(self, name),
+                    "more than the engine decodes; set evaluation.backend to reference",
+                )  # fmt: skip
         return self
 
     def tree(self, builder: str, budget: int) -> TreeConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jetspec.evaluation.cells import cell_label
 from jetspec.evaluation.pooling import Record
+from jetspec.evaluation.record import comparable
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,17 @@ class RoundCost:
 def round_costs(records: Sequence[Record]) -> list[RoundCost]:
     """The cost of a round of every drafting cell whose plain cell was measured."""
     plain = {
-        (r["slice"], r["batch_size"], r["temperature"]): r["seconds_per_round"].get("total")
+        (r["slice"], r["batch_size"], r["temperature"]): r
         for r in records
         if r["method"] == "plain" and r["status"] == "ok"
     }
     costs = []
     for record in records:
-        step = plain.get((record["slice"], record["batch_size"], record["temperature"]))
-        if record["status"] != "ok" or not record["budget"] or not step or not record["tau"]:
+        base = plain.get((record["slice"], record["batch_size"], record["temperature"]))
+        step = base and base["seconds_per_round"].get("total")
+        if record["status"] != "ok" or not record["budget"] or not record["tau"]:
+            continue
+        if base is None or not step or not comparable(record, base):
             continue
         parts = record["seconds_per_round"]
         verify = parts.get("verify")

@@ -7,12 +7,12 @@ unfinished matrix, and by `retry_failed` in a finished one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetspec import __version__
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
-from jetspec.evaluation.bench import CellRecord, run_group
+from jetspec.evaluation.bench import CellRecord, open_engines, run_group
 from jetspec.evaluation.budgets import serving_document
 from jetspec.evaluation.cells import ALL_SLICES, Cell, Group, cells, grouped
 from jetspec.evaluation.config import EvaluationConfig
@@ -37,6 +37,9 @@ from jetspec.storage import (
     write_manifest,
 )
 from jetspec.targets.load import load_target, target_fingerprint
+
+if TYPE_CHECKING:
+    from jetspec.evaluation.engines import Engines
 
 STAGE = "evaluation"
 SERVING_TABLE = "serving_table.json"
@@ -93,9 +96,10 @@ def evaluate(
     todo = pending(plan)
     if todo:
         target, head = load_models(config, head_uri)
+        engines = open_engines(target, head, config.evaluation)
         done = len(plan.cells) - sum(map(len, todo.values()))
         for group_cells in todo.values():
-            for record in measure_group(plan, group_cells, target, head, config):
+            for record in measure_group(plan, group_cells, target, head, config, engines):
                 done += 1
                 if on_progress:
                     on_progress(done, len(plan.cells), record)
@@ -194,11 +198,19 @@ def pending(plan: Plan) -> dict[Group, list[Cell]]:
 
 
 def measure_group(
-    plan: Plan, group_cells: Sequence[Cell], target: Any, head: Any | None, config: RunConfig
+    plan: Plan,
+    group_cells: Sequence[Cell],
+    target: Any,
+    head: Any | None,
+    config: RunConfig,
+    engines: "Engines | None" = None,
 ) -> list[CellRecord]:
     """Measure cells of one group and write their records.
 
     Baselines that were measured before are read from their records.
+
+    Args:
+        engines: from `open_engines`, kept from group to group.
     """
     group = group_cells[0].group
     settings = config.evaluation
@@ -209,7 +221,9 @@ def measure_group(
             if cell not in group_cells and record is not None:
                 baselines[cell.method] = record
     prompts = group_prompts(plan, group, settings)
-    records = run_group(group_cells, target, head, prompts, settings, baselines, **plan.facts)
+    records = run_group(
+        group_cells, target, head, prompts, settings, baselines, engines=engines, **plan.facts
+    )
     for cell, record in zip(group_cells, records, strict=True):
         write_record(plan, cell, record)
     return records

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -18,6 +18,10 @@ from jetspec.evaluation.draft_models import draft_model
 from jetspec.sampling import SamplingParams
 from jetspec.trees.config import TreeConfig
 
+if TYPE_CHECKING:
+    from jetspec.evaluation.engines import Engines
+
+Decoder = Literal["transformers", "reference", "engine"]
 PARTS = ("draft", "build", "verify", "commit")
 
 
@@ -38,8 +42,10 @@ class Decoded:
         rounds: tokens committed by each round of each request; the prefill's token is in none.
         accepted: draft tokens that each round accepted, before a stop or the limit cut it.
         prefill_seconds, decode_seconds: wall clock before and after the first token.
-        parts: seconds of the decode clock by part of a round; empty for `hf_eager`.
+        parts: seconds of the decode clock by part of a round; empty where a round has none that
+            can be told apart (`hf_eager`, the engine's graphs).
         peak_bytes: most memory held, where the device tells.
+        decoder: what decoded it.
     """
 
     outputs: list[list[int]]
@@ -49,6 +55,7 @@ class Decoded:
     decode_seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
+    decoder: Decoder = "reference"
 
 
 Runner = Callable[[Sequence[Request], int], Decoded]
@@ -58,8 +65,20 @@ def sampling_params(config: EvaluationConfig, temperature: float) -> SamplingPar
     return config.sampling_params(temperature, config.seed)
 
 
-def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationConfig) -> Runner:
-    """A call `(requests, max_new_tokens) -> Decoded` for the cell's method."""
+def make_runner(
+    cell: Cell,
+    target: Any,
+    head: Any | None,
+    config: EvaluationConfig,
+    engines: "Engines | None" = None,
+) -> Runner:
+    """A call `(requests, max_new_tokens) -> Decoded` for the cell's method.
+
+    Args:
+        engines: decode the cells that they can; None leaves all to the reference loop.
+    """
+    if engines is not None and engines.decodes(cell):
+        return engines.runner(cell)
     sampling = sampling_params(config, cell.temperature)
     if cell.method == "hf_eager":
         return lambda requests, limit: _hugging_face(target, requests, limit, sampling)
@@ -71,14 +90,14 @@ def make_runner(cell: Cell, target: Any, head: Any | None, config: EvaluationCon
             target,
             [request.input_ids for request in requests],
             drafter=_drafter(cell, target, head, model, config),
-            tree=_tree(cell, head, config),
+            tree=cell_tree(cell, head, config),
             sampling=sampling,
             rule=config.rule,
             max_new_tokens=limit,
             stop_token_ids=target.eos_token_ids,
             request_ids=[request.request_id for request in requests],
         )
-        _synchronize(target)
+        synchronize(target)
         wall = time.perf_counter() - started
         return Decoded(
             outputs=[list(g.tokens) for g in result.generations],
@@ -118,7 +137,8 @@ def _chain_width(head: Any | None, config: EvaluationConfig) -> int:
     return config.width if chosen else 1
 
 
-def _tree(cell: Cell, head: Any | None, config: EvaluationConfig) -> TreeConfig | None:
+def cell_tree(cell: Cell, head: Any | None, config: EvaluationConfig) -> TreeConfig | None:
+    """The shape of a cell's drafts; None decodes plainly."""
     if cell.method == "plain":
         return None
     tree = config.tree(cell.builder or "chain", cell.budget)
@@ -164,7 +184,7 @@ def _hugging_face(
             ),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-    _synchronize(target)
+    synchronize(target)
     ended = time.perf_counter()
     outputs = [_until_stop(row, target.eos_token_ids) for row in generated[:, longest:].tolist()]
     return Decoded(
@@ -176,6 +196,7 @@ def _hugging_face(
         peak_bytes=torch.cuda.max_memory_allocated(target.device)
         if target.device.type == "cuda"
         else None,
+        decoder="transformers",
     )
 
 
@@ -199,7 +220,7 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.at:
-            _synchronize(self.target)
+            synchronize(self.target)
             self.at = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -209,6 +230,7 @@ def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
     return tokens[:end]
 
 
-def _synchronize(target: Any) -> None:
+def synchronize(target: Any) -> None:
+    """Wait for the target's device."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)

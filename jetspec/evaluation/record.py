@@ -38,6 +38,7 @@ def failed_record(cell: Cell, status: str, reason: str, **facts: Any) -> Record:
         **cell.as_json(),
         "status": status,
         "reason": reason,
+        "decoder": None,
         "prompts": 0,
         "tau": None,
         "tau_ci": None,
@@ -75,6 +76,7 @@ def make_record(
         **cell.as_json(),
         "status": "ok",
         "reason": None,
+        "decoder": trace.decoded[0][0].decoder,
         "prompts": len(rows),
         "tau": tau,
         "tau_ci": tau_ci,
@@ -112,8 +114,8 @@ def make_record(
     }
     if cell.method == "plain":
         record["outputs"] = outputs
-    plain = outputs if cell.method == "plain" else (plain_record or {}).get("outputs")
-    record["output_check"] = _output_check(trace, target, config, outputs, plain)
+    plain = record if cell.method == "plain" else plain_record
+    record["output_check"] = _output_check(trace, target, config, record, outputs, plain)
     return record
 
 
@@ -235,16 +237,19 @@ def _output_check(
     trace: Trace,
     target: Any,
     config: EvaluationConfig,
+    record: Record,
     outputs: Mapping[str, list[int]],
-    reference: Mapping[str, list[int]] | None,
+    plain: Record | None,
 ) -> Record | None:
     """The comparison with plain decoding; None where there is nothing to compare with."""
     cell = trace.cell
     sampled_elsewhere = cell.method == "hf_eager" and cell.temperature > 0
-    if reference is None or sampled_elsewhere:
+    reference = plain and plain.get("outputs")
+    if plain is None or reference is None or sampled_elsewhere:
         return None
     requests = {i.prompt_id: i.request for batch in trace.batches for i in batch}
-    return check_outputs(target, requests, reference, outputs, cell, config)
+    other = _decoder(record) != _decoder(plain)
+    return check_outputs(target, requests, reference, outputs, cell, config, other_kernels=other)
 
 
 def _speedup(record: Record, base: Record | None, name: str) -> Record:
@@ -255,6 +260,8 @@ def _speedup(record: Record, base: Record | None, name: str) -> Record:
         return _withheld(f"{name} was not measured")
     if base["status"] != "ok":
         return _withheld(f"{name} {base['status']}: {base['reason']}")
+    if not comparable(record, base):
+        return _withheld(f"decoded by {_decoder(record)}, {name} by {_decoder(base)}")
     if not unchecked and check is None:
         return _withheld("no plain output to compare with")
     if check is not None and not check["passed"]:
@@ -277,6 +284,17 @@ def _speedup(record: Record, base: Record | None, name: str) -> Record:
         "same_run": name in record["interleaved_with"],
         "reason": None if value is not None else "no token was decoded after the first",
     }
+
+
+def comparable(record: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether the two differ by their method alone: Hugging Face's `generate` stands for itself,
+    but our own methods are compared on one decoder."""
+    elsewhere = "hf_eager" in (record["method"], base["method"])
+    return elsewhere or _decoder(record) == _decoder(base)
+
+
+def _decoder(record: Mapping[str, Any]) -> str:
+    return record.get("decoder") or "reference"
 
 
 def _pairing(row: Mapping[str, Any]) -> tuple[Any, ...]:

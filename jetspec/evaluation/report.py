@@ -29,14 +29,15 @@ def overview_table(
 def markdown_table(records: Sequence[Record]) -> str:
     """The cells as a Markdown table, with what its columns mean."""
     several = len({record["temperature"] for record in records}) > 1
+    mixed = _mixed(records)
     lines = [
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + "|".join("--:" if name in _RIGHT else "---" for name in _COLUMNS) + "|",
     ]
     for record in records:
-        cells = [cell.replace("|", "\\|") for cell in _row(record, several)]
+        cells = [cell.replace("|", "\\|") for cell in _row(record, several, mixed)]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", LEGEND, ""])
+    return "\n".join([*lines, "", *_legend(mixed), ""])
 
 
 LEGEND = (
@@ -44,6 +45,7 @@ LEGEND = (
     "after the prefill, drafting inside the clock. Intervals: 95 %, bootstrap over prompts (over "
     "batches of prompts for speed-ups above batch 1), paired. output: equal to plain decoding's."
 )
+ELSEWHERE = "*: decoded by the reference loop, not by the engine: compare its tau, not its speed."
 
 
 def pool_slices(records: Sequence[Record], *, samples: int, seed: int) -> list[dict[str, Any]]:
@@ -67,6 +69,7 @@ def pool_slices(records: Sequence[Record], *, samples: int, seed: int) -> list[d
             {
                 **Cell(method, builder, budget, batch_size, ALL_SLICES, temperature).as_json(),
                 "status": "ok" if good else members[0]["status"],
+                "decoder": members[0].get("decoder"),
                 "reason": f"{missing} of {len(members)} slices failed" if missing else None,
                 "tau": value,
                 "tau_ci": ci,
@@ -108,11 +111,12 @@ def _pooled_check(records: Sequence[Record]) -> dict[str, Any] | None:
 def _rich(title: str, records: Sequence[Record]) -> Table:
     """Fits 80 columns: a group is a heading row, reasons stand below the table."""
     several = len({record["temperature"] for record in records}) > 1
+    mixed = _mixed(records)
     table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption="\n".join([*_notes(records), LEGEND]),
+        caption="\n".join([*_notes(records), *_legend(mixed)]),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -126,7 +130,7 @@ def _rich(title: str, records: Sequence[Record]) -> Table:
             if table.row_count:
                 table.add_row()
             table.add_row(f"[bold]{escape(group[0])}[/bold]", f"[bold]batch {group[1]}[/bold]")
-        cells = _row(record, several)[2:]
+        cells = _row(record, several, mixed)[2:]
         short = [cell.replace(", ", "-").replace(" [", " ").rstrip("]") for cell in cells[:-1]]
         table.add_row(*map(escape, short), _styled(_outcome(record)))
     return table
@@ -147,8 +151,19 @@ def _styled(outcome: str) -> str:
     return f"[{style}]{escape(outcome)}[/{style}]"
 
 
-def _row(record: Record, show_temperature: bool) -> tuple[str, ...]:
+def _mixed(records: Iterable[Record]) -> bool:
+    """Whether the engine decoded some of the cells, so that those it did not need a mark."""
+    return any(record.get("decoder") == "engine" for record in records)
+
+
+def _legend(mixed: bool) -> list[str]:
+    return [LEGEND, ELSEWHERE] if mixed else [LEGEND]
+
+
+def _row(record: Record, show_temperature: bool, mixed: bool) -> tuple[str, ...]:
     label = cell_label(dict(record))
+    if mixed and record.get("decoder") == "reference":
+        label += " *"
     if show_temperature:
         label += f" T={record['temperature']:g}"
     speedups = record["speedup"]
