@@ -22,7 +22,7 @@ quickstart: $(STAMP) ## Regenerate, train, evaluate and promote a head for the e
 	$(BIN)/jetspec run quickstart
 
 test: $(STAMP) lint ## Check style and types, then run every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .

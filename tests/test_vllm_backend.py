@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jetspec.errors import JetspecError
-from jetspec.generation.base import GenerationRequest, open_backend
+from jetspec.generation.backends import open_backend
+from jetspec.generation.base import GenerationRequest
 from jetspec.generation.config import RegenerationConfig
 from jetspec.generation.vllm_backend import VllmBackend
 from jetspec.targets.config import TargetConfig

@@ -4,22 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-from jetspec.errors import JetspecError
-from jetspec.generation.config import RegenerationConfig
-from jetspec.targets.config import TargetConfig
-from jetspec.targets.load import (
-    load_target,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-    target_directory,
-    target_fingerprint,
-)
-from jetspec.targets.target import Target
-
 Message = dict[str, str]
 Status = Literal["ok", "truncated", "looping", "failed", "skipped"]
 
@@ -92,56 +76,3 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def semantics(config: RegenerationConfig, target: TargetConfig) -> str:
-    """The name of what decides the bytes, known before a backend is opened."""
-    if config.backend == "endpoint":
-        return config.backend
-    return f"{config.backend}-{_dtype_name(target)}"
-
-
-def _dtype_name(target: TargetConfig) -> str:
-    return str(resolve_dtype(target, resolve_device(target))).removeprefix("torch.")
-
-
-def text_target(config: TargetConfig) -> Target:
-    """The target without its weights: it renders and decodes text for servers that hold them.
-
-    Raises:
-        JetspecError: the target's directory is missing or cannot be read.
-    """
-    directory, name = target_directory(config)
-    tokenizer = load_tokenizer(config)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(directory), attn_implementation="sdpa"
-            )
-            if (directory / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise JetspecError(
-            "target.source", directory, f"its config cannot be read ({error})"
-        ) from error
-    return Target(model, tokenizer, name, target_fingerprint(config))
-
-
-def open_backend(config: RegenerationConfig, target: TargetConfig) -> Backend:
-    """The backend that `config` names, ready to answer."""
-    if config.backend == "transformers":
-        from jetspec.generation.transformers_backend import TransformersBackend
-
-        return TransformersBackend(config, load_target(target))
-    if config.backend == "endpoint":
-        from jetspec.generation.endpoint import EndpointBackend
-
-        return EndpointBackend(config, text_target(target))
-    if config.backend == "vllm":
-        from jetspec.generation.vllm_backend import VllmBackend
-
-        directory, _ = target_directory(target)
-        return VllmBackend(config, text_target(target), directory, _dtype_name(target))
-    from jetspec.generation.engine_backend import EngineBackend
-
-    return EngineBackend(config, load_target(target))

@@ -10,7 +10,8 @@ from typing import Any
 from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
-from jetspec.generation.base import GenerationRequest, semantics
+from jetspec.generation.backends import semantics
+from jetspec.generation.base import GenerationRequest
 from jetspec.generation.config import RegenerationConfig
 from jetspec.prompts import Prompt, load_prompts
 from jetspec.samples import sample_id, shard_count, shard_name

@@ -17,7 +17,8 @@ from typing import Any, cast
 from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
-from jetspec.generation.base import Backend, GenerationRequest, GenerationResult, open_backend
+from jetspec.generation.backends import open_backend
+from jetspec.generation.base import Backend, GenerationRequest, GenerationResult
 from jetspec.generation.plan import (
     KIND,
     Plan,
