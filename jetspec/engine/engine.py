@@ -15,20 +15,19 @@ from torch import Tensor
 
 from jetspec.decode import PHASES, DecodeResult, Sequel, decode
 from jetspec.drafters import HeadDrafter
-from jetspec.engine.layers import Products, Rows
+from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
+from jetspec.engine.prefill import PREFILL_CHUNK, read_prompts
 from jetspec.engine.round import Round, State, draft_depth
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
-from kernels.place import place_rows
 
 PAGE_SIZE = 64
 SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
-PREFILL_CHUNK = 512  # prompt tokens of one sequence in one pass
 PREFILL_ROWS = 8192  # rows of one pass, padding included
 
 _CHAIN = TreeConfig(builder="chain")
@@ -314,7 +313,8 @@ class Engine:
         keys = job.keys[list(group.values())]
         prompts = [sequel.history for sequel in sequels]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        logits = self.model.logits(self._read(prompts, self.cache.table[slots]))
+        hidden = read_prompts(self.round, self.cache, prompts, self.cache.table[slots])
+        logits = self.model.logits(hidden)
         anchors = sample(logits.float(), self.sampling, keys, lengths)
         state.anchors[slots] = anchors
         state.ids[slots, 0] = anchors
@@ -327,33 +327,6 @@ class Engine:
             job.extend(sequel, [token])
             if sequel.generation.finish:
                 self._release(slot, job)
-
-    def _read(self, prompts: list[list[int]], table: Tensor) -> Tensor:
-        """Prompts into the pages of `table` [G, max_pages]; the last hidden states [G, d]."""
-        device, longest = self.target.device, max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        last: Tensor | None = None
-        for first in range(0, longest, PREFILL_CHUNK):
-            chunk = ids[:, first : first + PREFILL_CHUNK]
-            nodes = chunk.shape[1]
-            counts = (lengths - first).clamp(0, nodes)
-            prefix = torch.full_like(counts, first).int()
-            placed = place_rows(
-                prefix, counts.int(), table, self.cache.page_size, nodes, sizes=counts
-            )
-            rows = Rows(len(prompts), nodes, *placed[:2], table, prefix, placed[2], None,
-                        first + nodes)  # fmt: skip
-            hidden, taps = self.model.forward(chunk.flatten(), rows, self.cache, self.round.taps)
-            if self.round.head and self.round.head_cache:
-                self.round.head.extend(torch.cat(taps, -1), *placed[:2], self.round.head_cache)
-            hidden = hidden.view(len(prompts), nodes, -1)
-            at = (lengths - 1 - first).clamp(0, nodes - 1)
-            ends = hidden[torch.arange(len(prompts), device=device), at]
-            here = ((lengths > first) & (lengths <= first + nodes))[:, None]
-            last = ends if last is None else torch.where(here, ends, last)
-        assert last is not None
-        return last
 
     def _release(self, slot: int, job: Job) -> None:
         del job.running[slot]
