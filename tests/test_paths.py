@@ -30,6 +30,7 @@ PRODUCERS = {
     "markov": {"edges": "markov", "edge_rank": 4},
     "selector": {"edges": "selector", "edge_rank": 4},
     "lattice": {"edges": "lattice", "edge_rank": 4, "edge_width": 32, "edge_layers": 1},
+    "context": {"edges": "context", "edge_rank": 4},
 }
 SECOND = {
     "shared": {"rescore": "shared", "rescore_nodes": 40},

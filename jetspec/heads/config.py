@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from jetspec.settings import Settings
 
 PARALLEL = "parallel"
+Normaliser = Literal["candidates", "vocabulary"]
 
 
 class HeadSettings(Settings):
@@ -65,9 +66,13 @@ class HeadConfig(LayerSettings):
         mask_token_id: the token that fills an undecided slot; None picks an unused id.
         edges: what produces path scores, a name in `heads/producers.py`: `markov` (the parent's
             token), `selector` (gated by the context), `lattice` (a transformer over all
-            candidates), or `none`; None is `markov` where `edge_rank` is above 0.
+            candidates), `context` (a control that cannot see the parent), or `none`; None is
+            `markov` where `edge_rank` is above 0.
         edge_rank: rank of the path scores that see the parent token; 0 leaves slot scores alone.
         edge_gate: let the slot's hidden state scale each of the `edge_rank` factors; markov only.
+        edge_normaliser: over what a corrected slot sums to one, in training and in drafting: its
+            top candidates, or the whole vocabulary (not for the lattice, and at a vocabulary row
+            for every parent).
         edge_layers, edge_width: of the lattice transformer; the width is a multiple of 32.
         conv_rank: rank of the two-tap convolution in the block; 0 has none.
         rescore: a second pass over a superset of the tree, which scores every node by its real
@@ -79,7 +84,7 @@ class HeadConfig(LayerSettings):
 
     optional: ClassVar[frozenset[str]] = frozenset(
         {"kind", "edges", "edge_layers", "edge_width", "conv_rank"}
-        | {"rescore", "rescore_layers", "rescore_nodes"}
+        | {"edge_normaliser", "rescore", "rescore_layers", "rescore_nodes"}
     )
 
     mask: Literal["causal", "bidirectional"] = "causal"
@@ -88,6 +93,7 @@ class HeadConfig(LayerSettings):
     edge_rank: int = Field(0, ge=0)
     edge_gate: bool = True
     edges: str | None = None
+    edge_normaliser: Normaliser = "candidates"
     edge_layers: int = Field(2, ge=1)
     edge_width: int = Field(128, ge=32, multiple_of=32)
     conv_rank: int = Field(0, ge=0)
@@ -128,4 +134,6 @@ class HeadConfig(LayerSettings):
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads is not None and shared is not None and heads % shared:
             raise ValueError("num_key_value_heads: must divide num_attention_heads")
+        if self.edge_normaliser == "vocabulary" and self.producer in (None, "lattice"):
+            raise ValueError("edge_normaliser: vocabulary needs edges that score every token")
         return self

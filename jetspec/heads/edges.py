@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jetspec.heads.config import HeadConfig
+from jetspec.heads.config import HeadConfig, Normaliser
 
 Embed = Callable[[Tensor], Tensor]
 _BLOCKS = 128  # blocks whose whole lattice exists at one time in training
+_VOCABULARY_ROWS = 1024  # parents whose vocabulary row exists at one time in drafting
 
 
 class Factors(NamedTuple):
@@ -51,6 +52,8 @@ class EdgeProducer(nn.Module):
     # Whether a slot whose true token was put among its candidates may teach. It must not where a
     # producer sees all candidates at once: it would learn to spot the one that does not belong.
     learns_from_inserted = True
+    # `head.edge_normaliser`: over what an edge's probability is made to sum to one.
+    normaliser: Normaliser = "candidates"
 
     @classmethod
     def of(cls, config: HeadConfig, hidden_size: int) -> Self:
@@ -71,16 +74,37 @@ class EdgeProducer(nn.Module):
         """
         raise NotImplementedError
 
+    def log_mass(self, parents: Tensor, slot_logits: Tensor, embed: Embed) -> Tensor:
+        """log sum over the vocabulary of slot probability times exp S, of every parent.
+
+        Only a producer whose S is defined for every token has it.
+
+        Args:
+            parents: [B, D, K, r], from `factors`; slot_logits: [B, D, V].
+
+        Returns:
+            fp32 [B, D, K].
+        """
+        raise NotImplementedError
+
     def edge_scores(
-        self, tokens: Tensor, log_q: Tensor, anchors: Tensor, hidden: Tensor, embed: Embed
+        self,
+        tokens: Tensor,
+        log_q: Tensor,
+        anchors: Tensor,
+        hidden: Tensor,
+        embed: Embed,
+        slot_logits: Tensor | None = None,
     ) -> Tensor:
         """log q(child | parent) over the candidates of neighbouring slots.
 
-        S is added to the slots' log-probabilities and the sum is renormalised over the K
-        candidates of the slot, which keep their joint probability under the slot (a
-        candidate-only normaliser: the rest of the vocabulary is never scored).
+        S is added to the slots' log-probabilities. With the normaliser `candidates` the sum is
+        renormalised over the K candidates of the slot, which keep their joint probability under
+        the slot: the rest of the vocabulary is never scored. `vocabulary` is softmax(slot logits
+        + S) over all tokens.
 
         Args:
+            slot_logits: [B, D, V], which the normaliser `vocabulary` needs.
             tokens: long [B, D, K], best first.
             log_q: [B, D, K], their log-probabilities under the slot.
             anchors: long [B], the only parent of slot 0.
@@ -92,8 +116,15 @@ class EdgeProducer(nn.Module):
         """
         parents, children = self.factors(tokens, log_q, anchors, hidden, embed)
         bias = parents @ children.transpose(2, 3)  # [B, D, parents, children]
+        if self.normaliser == "vocabulary":
+            if slot_logits is None:
+                raise ValueError("the normaliser `vocabulary` needs the slots' logits")
+            mass = self.log_mass(parents, slot_logits, embed)
+            scores = log_q.float()[:, :, None] + bias.float() - mass[..., None]
+        else:
+            scores = renormalise(log_q[:, :, None], bias)
         # Rounding must not make a child likelier than its parent: builders rely on that.
-        return renormalise(log_q[:, :, None], bias).clamp(max=0)
+        return scores.clamp(max=0)
 
     def teacher_forced(
         self, tokens: Tensor, log_q: Tensor, hidden: Tensor, places: Places, embed: Embed
@@ -200,21 +231,44 @@ class MarkovEdges(EdgeProducer):
         embeddings = embed(tokens).to(dtype)
         width = tokens.shape[2]
         root = embed(anchors).to(dtype)[:, None, None].expand(-1, 1, width, -1)
-        parents = self.parent_factors(torch.cat([root, embeddings[:, :-1]], dim=1))  # [B, D, K, r]
-        gate = self.gate(hidden.to(dtype))
-        if gate is not None:
-            parents = parents * gate[:, :, None]
+        seen = torch.cat([root, embeddings[:, :-1]], dim=1)  # [B, D, K, d]
+        parents = self.behind(seen, hidden.to(dtype)[:, :, None])
         return Factors(parents, self.child_factors(embeddings))
+
+    def behind(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Gated parent factors [..., r] of parents' embeddings and slots' states, both [..., d]."""
+        parents, gate = self.parent_factors(embeddings), self.gate(hidden)
+        return parents if gate is None else parents * gate
+
+    def true_parents(self, hidden: Tensor, places: Places, embed: Embed) -> Tensor:
+        """Gated factors [M, r] of training slots' true parents."""
+        return self.behind(embed(places.parents), hidden)
+
+    def table(self, embed: Embed, vocab_size: int, like: Tensor) -> Tensor:
+        """Child factors [V, r] of every token; like: a tensor on the device."""
+        every = torch.arange(vocab_size, device=like.device)
+        return self.child_factors(embed(every).to(self.child_proj.weight.dtype))
+
+    def log_mass(self, parents: Tensor, slot_logits: Tensor, embed: Embed) -> Tensor:
+        table = self.table(embed, slot_logits.shape[-1], slot_logits)
+        rows, width = parents.flatten(0, 1), parents.shape[2]  # [B D, K, r]
+        slots = slot_logits.flatten(0, 1).float()
+        step = max(1, _VOCABULARY_ROWS // width)
+        sums = [
+            torch.logsumexp(
+                (rows[i : i + step] @ table.T).float() + slots[i : i + step, None], dim=-1
+            )
+            for i in range(0, len(rows), step)
+        ]
+        mass = torch.cat(sums) - torch.logsumexp(slots, dim=-1, keepdim=True)
+        return mass.unflatten(0, parents.shape[:2])
 
     def teacher_forced(
         self, tokens: Tensor, log_q: Tensor, hidden: Tensor, places: Places, embed: Embed
     ) -> Callable[[slice], Tensor]:
         distinct, place = torch.unique(tokens, return_inverse=True)
         children = self.child_factors(embed(distinct))  # a token's row is projected once
-        parents = self.parent_factors(embed(places.parents))
-        gate = self.gate(hidden)
-        if gate is not None:
-            parents = parents * gate
+        parents = self.true_parents(hidden, places, embed)
 
         def scores(here: slice) -> Tensor:
             return torch.einsum("mr,mkr->mk", parents[here], children[place[here]])
@@ -244,6 +298,25 @@ class SelectorEdges(MarkovEdges):
     def gate(self, hidden: Tensor) -> Tensor:
         assert self.gate_proj is not None
         return self.gate_proj(hidden)
+
+
+class ContextEdges(MarkovEdges):
+    """S_t(b) = <(P h_t) * g(h_t), C E[b]>: Markov edges that cannot see the parent.
+
+    The control of every comparison between path and slot scores: as many weights as gated Markov
+    edges of the same rank, in the same place and under the same loss, but equal rows, so that what
+    it adds to a tree comes from the weights and not from the branch.
+    """
+
+    @classmethod
+    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
+        return cls(hidden_size, config.edge_rank, gate=True)
+
+    def behind(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        gate = self.gate(hidden)
+        assert gate is not None
+        parents = self.parent_factors(hidden) * gate
+        return parents.expand(*embeddings.shape[:-1], -1)
 
 
 def unit_rows(embeddings: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ def own_config(head: ParallelHead) -> dict[str, Any]:
         edges = {"type": config.producer, "rank": config.edge_rank, "gate": config.edge_gate}
         if config.producer != "markov":
             edges |= {"layers": config.edge_layers, "width": config.edge_width}
+        if config.edge_normaliser != "candidates":
+            edges["normaliser"] = config.edge_normaliser
         own["jetspec_edges"] = edges
     if head.rescores:
         own["jetspec_rescore"] = {
@@ -96,6 +98,8 @@ def own_fields(raw: dict[str, Any]) -> dict[str, Any]:
         if (kind := edges.get("type", "markov")) != "markov":
             fields |= {"edges": kind, "edge_layers": edges.get("layers")}
             fields |= {"edge_width": edges.get("width")}
+        if "normaliser" in edges:
+            fields["edge_normaliser"] = edges["normaliser"]
     if rescore is not None:
         fields |= {f"rescore_{key}": rescore.get(key) for key in ("layers", "nodes")}
         fields["rescore"] = rescore.get("type")

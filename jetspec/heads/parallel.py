@@ -105,6 +105,7 @@ class ParallelHead(DraftHead):
         added = {"rescore_nodes"}
         if start.edges is None or self._produces_otherwise(start):
             added |= {"edges", "edge_rank", "edge_gate", "edge_layers", "edge_width"}
+            added |= {"edge_normaliser"}
         if start.rescorer is None:
             added |= {"rescore", "rescore_layers"}
         if not start.config.conv_rank:
@@ -365,7 +366,7 @@ class ParallelHead(DraftHead):
         width = min(width, slot_logits.shape[-1])
         best, tokens = slot_logits.topk(width, dim=-1)
         log_q = best - torch.logsumexp(slot_logits, dim=-1, keepdim=True)
-        edges = self.edges.edge_scores(tokens, log_q, anchors, hidden, embed)
+        edges = self.edges.edge_scores(tokens, log_q, anchors, hidden, embed, slot_logits)
         return Draft(tokens, edges, slot_scores=log_q)
 
 

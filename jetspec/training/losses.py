@@ -103,7 +103,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         gradient = torch.zeros_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
         hits, found = [], []
-        measure = _compiled_slot_losses() if hidden.is_cuda else slot_losses
+        measure = compiled_slot_losses() if hidden.is_cuda else slot_losses
         for begin, end, first, last in chunks:
             here = slice(begin, end)
             shared = shared_all[here] - first
@@ -228,7 +228,8 @@ def _softmax(logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _compiled_slot_losses() -> Callable[..., SlotLosses]:
+def compiled_slot_losses() -> Callable[..., SlotLosses]:
+    """`slot_losses` for a GPU."""
     # Eager, a dozen passes over [m, V] cost more than the projections.
     return torch.compile(slot_losses, dynamic=True)
 

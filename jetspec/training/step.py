@@ -11,6 +11,7 @@ from jetspec.heads.registry import DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.blocks import Batch, attention_mask
 from jetspec.training.config import LossConfig
+from jetspec.training.exact_edges import exact_edge_loss
 from jetspec.training.losses import Distillation, distil, edge_loss
 
 if TYPE_CHECKING:
@@ -132,24 +133,28 @@ def block_loss(
         batch.slot_positions(),
         attention_mask(batch, causal=head.config.mask == "causal"),
     )  # [R, A * block, d]
+    exact = head.edges is not None and head.edges.normaliser == "vocabulary"
     result = distil_slots(
-        batch, hidden, teacher_hidden, target, config, with_candidates=head.edges is not None
-    )
+        batch, hidden, teacher_hidden, target, config,
+        with_candidates=head.edges is not None and not exact,
+    )  # fmt: skip
     path = torch.zeros_like(result.loss)
     if head.edges is not None:
-        assert result.candidates is not None
         blocks, depths = batch.slots // batch.block_size, batch.slots % batch.block_size - 1
         chosen = batch.chosen()
         parents = batch.parents().flatten()[chosen]
-        path = edge_loss(
-            head.edges,
-            result.candidates,
-            hidden.detach().flatten(0, 1)[batch.slots],
-            Places(blocks, depths, parents, batch.labels.flatten()[chosen]),
-            batch.weights.flatten()[chosen],
-            target.embed,
-            config,
-        )
+        places = Places(blocks, depths, parents, batch.labels.flatten()[chosen])
+        states = hidden.detach().flatten(0, 1)[batch.slots]
+        weights = batch.weights.flatten()[chosen]
+        if exact:
+            path = exact_edge_loss(
+                head.edges, states, teacher_hidden, batch, places, weights, target, config
+            )
+        else:
+            assert result.candidates is not None
+            path = edge_loss(
+                head.edges, result.candidates, states, places, weights, target.embed, config
+            )
     if head.rescores:
         second = head.true_hidden(
             fused,
