@@ -10,7 +10,8 @@ import pytest
 PROGRAM = """
 import torch
 from kernels import (
-    aot, commit, launch, mlp, norms, place, rope, small_gemm, topk, tree_attention, tree_build,
+    aot, commit, distillation, launch, mlp, norms, place, rope, small_gemm, topk, tree_attention,
+    tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -104,12 +105,20 @@ def fusion_all():
     )
 
 
+def distillation_all():
+    given = bf16(64, 151936), bf16(16, 151936), longs(64), longs(64), torch.empty(64)
+    distillation.slot_losses(*given, (("forward_kl", 1.0),), 1.0)
+    mixture = (("reverse_kl", 0.5), ("total_variation", 0.3), ("hard_labels", 0.2))
+    distillation.slot_losses(*given, mixture, 2.0)
+
+
 CASES = {
     "attention": (attention_all, tree_attention, "_attend", "_merge"),
     "gemm": (gemm_all, small_gemm, "_product"),
     "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
     "commit": (commit_all, commit, "_accept", "_compact", "_advance"),
     "topk": (topk_all, topk, "_chunk_max", "_chunk_best", "_merge_best"),
+    "distillation": (distillation_all, distillation, "_teacher", "_student"),
     "fusions": (fusion_all, norms, "_add_rms_norm"),
 }
 import sys
@@ -130,7 +139,10 @@ for recorder in recorders:
 """
 
 
-@pytest.mark.parametrize("kernel", ["attention", "gemm", "trees", "commit", "topk", "fusions"])
+KERNELS = ["attention", "gemm", "trees", "commit", "topk", "distillation", "fusions"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_for_hopper(kernel) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

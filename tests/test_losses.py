@@ -136,9 +136,10 @@ def test_true_token_is_always_among_the_candidates():
     assert torch.equal(tokens[kept], best[kept]) and torch.equal(tokens[:, :2], best[:, :2])
 
 
+@pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("kind", ["forward_kl", "hard_labels", DSPARK], ids=str)
-def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
+def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate, table):
     p, vocabulary, size = problem(vocabulary=20), 20, 8
     config = LossConfig(kind=kind, edge_candidates=4, chunk_tokens=1)
     result, _ = run(p, config, with_candidates=True)
@@ -152,7 +153,7 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate):
     loss = edge_loss(
         edges, result.candidates, hidden.detach(),
         Places(torch.arange(13), torch.zeros(13).long(), parents, p["labels"]), p["weights"],
-        lambda ids: embedding[ids], config,
+        lambda ids: embedding[ids], vocabulary if table else 10**6, config,
     )  # fmt: skip
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in edges.parameters()]

@@ -193,14 +193,15 @@ def test_teacher_forcing_scores_the_row_of_the_true_parent(target, name):
     before = torch.cat([anchors[:, None], labels[:, :-1]], dim=1)
     places = Places(block + 10, depth, before[block, depth], labels[block, depth])
     forced = edges.teacher_forced(
-        tokens[block, depth], log_q[block, depth], hidden[block, depth], places, target.embed
-    )
+        tokens[block, depth], log_q[block, depth], hidden[block, depth], places, target.embed,
+        target.vocab_size,
+    )  # fmt: skip
     expected = torch.stack([bias[b, d, 3] for b, d in zip(block, depth, strict=True)])
     torch.testing.assert_close(forced(slice(0, 6)), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(forced(slice(2, 4)), expected[2:4], rtol=1e-4, atol=1e-5)
     general = EdgeProducer.teacher_forced(
         edges, tokens[block, depth], log_q[block, depth], hidden[block, depth], places,
-        target.embed,
+        target.embed, target.vocab_size,
     )  # fmt: skip
     torch.testing.assert_close(general(slice(0, 6)), expected, rtol=1e-4, atol=1e-5)
 

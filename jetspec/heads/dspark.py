@@ -161,7 +161,7 @@ class DSparkHead(DraftHead):
         """The draft's loss, teacher-forced (a place's parent is the true token), and the
         confidence head's, whose gradient reaches that head alone."""
         from jetspec.training.blocks import attention_mask
-        from jetspec.training.losses import slot_losses
+        from jetspec.training.losses import slot_losses_on
         from jetspec.training.step import Statistics
 
         # Places are slots less the last mask: blocks shorter by one.
@@ -179,6 +179,8 @@ class DSparkHead(DraftHead):
             x.flatten()[chosen] for x in (batch.labels, batch.weights, batch.parents())
         )
 
+        measure = slot_losses_on(hidden.device)
+
         def measured(
             places: Tensor, rows: Tensor, first: int, last: int, here: slice
         ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +189,7 @@ class DSparkHead(DraftHead):
                 logits = target.project(places) + self.markov_head.bias(rows)
                 taught = target.project(teacher[batch.teachers[first:last]])
                 shared, weight = batch.shared[here] - first, weights[here]
-                found = slot_losses(
+                found = measure(
                     logits.detach(), taught, shared, labels[here], weight,
                     config.terms, config.temperature,
                 )  # fmt: skip

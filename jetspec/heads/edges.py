@@ -127,7 +127,13 @@ class EdgeProducer(nn.Module):
         return scores.clamp(max=0)
 
     def teacher_forced(
-        self, tokens: Tensor, log_q: Tensor, hidden: Tensor, places: Places, embed: Embed
+        self,
+        tokens: Tensor,
+        log_q: Tensor,
+        hidden: Tensor,
+        places: Places,
+        embed: Embed,
+        vocab_size: int,
     ) -> Callable[[slice], Tensor]:
         """S of every training slot's candidates under its true parent, slice by slice.
 
@@ -137,6 +143,7 @@ class EdgeProducer(nn.Module):
         Args:
             tokens: long [M, K]; log_q: [M, K]; the true token is always among the candidates.
             hidden: [M, d], detached slot hidden states.
+            vocab_size: tokens that `embed` knows.
 
         Returns:
             a function from a slice of the M slots to S [m, K].
@@ -264,10 +271,20 @@ class MarkovEdges(EdgeProducer):
         return mass.unflatten(0, parents.shape[:2])
 
     def teacher_forced(
-        self, tokens: Tensor, log_q: Tensor, hidden: Tensor, places: Places, embed: Embed
+        self,
+        tokens: Tensor,
+        log_q: Tensor,
+        hidden: Tensor,
+        places: Places,
+        embed: Embed,
+        vocab_size: int,
     ) -> Callable[[slice], Tensor]:
-        distinct, place = torch.unique(tokens, return_inverse=True)
-        children = self.child_factors(embed(distinct))  # a token's row is projected once
+        if tokens.numel() < vocab_size:
+            distinct, place = torch.unique(tokens, return_inverse=True)
+            children = self.child_factors(embed(distinct))  # a token's row is projected once
+        else:
+            # The whole table costs less than finding out which rows of it are needed.
+            place, children = tokens, self.table(embed, vocab_size, hidden)
         parents = self.true_parents(hidden, places, embed)
 
         def scores(here: slice) -> Tensor:

@@ -127,6 +127,15 @@ class Target:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    def project_rounded(self, hidden: Tensor) -> Tensor:
+        """`project` without the copy to fp32 where nothing follows the product: its values in the
+        target's dtype are the same."""
+        follows = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        if any(getattr(self.config, name, None) is not None for name in follows):
+            return self.project(hidden)
+        logits: Tensor = self._lm_head(hidden.to(self.dtype))
+        return logits
+
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] long -> [..., d]."""

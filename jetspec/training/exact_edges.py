@@ -11,7 +11,7 @@ from jetspec.heads.edges import EdgeProducer, MarkovEdges, Places
 from jetspec.targets.target import Target
 from jetspec.training.blocks import Batch
 from jetspec.training.config import LossConfig
-from jetspec.training.losses import compiled_slot_losses, slot_losses
+from jetspec.training.losses import slot_losses_on
 
 
 def exact_edge_loss(
@@ -35,7 +35,7 @@ def exact_edge_loss(
     assert isinstance(edges, MarkovEdges)
     table = edges.table(target.embed, target.vocab_size, hidden)  # [V, r]
     parents = edges.true_parents(hidden, places, target.embed)  # [M, r]
-    measure = compiled_slot_losses() if hidden.is_cuda else slot_losses
+    measure = slot_losses_on(hidden.device)
     teacher = teacher_hidden.flatten(0, 1)
     loss = hidden.new_zeros((), dtype=torch.float32)
     d_table = torch.zeros_like(table, dtype=torch.float32)

@@ -5,7 +5,6 @@ only [slots, d] gradients are kept. The teacher's distribution is recomputed fro
 state, once for all the slots of a chunk that share it.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,9 @@ from jetspec.training.blocks import Chunk
 from jetspec.training.config import LossConfig
 
 Project = Callable[[Tensor], Tensor]
+
+TOP_K_GROUP = 64
+"""Neighbours of the vocabulary whose maximum stands for them; `kernels.distillation.GROUP`."""
 
 
 class Candidates(NamedTuple):
@@ -73,7 +75,7 @@ def distil(
         chunks: see `Batch`.
         labels: long [M], the target's own tokens.
         weights: fp32 [M].
-        project: the target's output projection, hidden -> fp32 logits; its gradient reaches hidden.
+        project: the target's output projection, hidden -> logits; its gradient reaches hidden.
         with_candidates: also return what path scores train on.
     """
     result = _ChunkedDistillation.apply(
@@ -103,11 +105,11 @@ class _ChunkedDistillation(torch.autograd.Function):
         gradient = torch.zeros_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
         hits, found = [], []
-        measure = compiled_slot_losses() if hidden.is_cuda else slot_losses
+        measure = slot_losses_on(hidden.device)
         for begin, end, first, last in chunks:
             here = slice(begin, end)
             shared = shared_all[here] - first
-            # `project` chooses its own dtype; what follows it is fp32.
+            # `project` chooses its own dtype; sums over the vocabulary are fp32.
             with torch.autocast(hidden.device.type, enabled=False):
                 with torch.enable_grad():
                     chunk = hidden[slots[here]].detach().requires_grad_()
@@ -148,6 +150,8 @@ class SlotLosses(NamedTuple):
         gradient: [m, V], of that sum with respect to the student's logits.
         hits: fp32 [m], 1 where the best tokens agree.
         student_lse: [m]; teacher_lse: [u]; log-sum-exp of the logits at T = 1.
+        group_maxima: [m, G], largest logit of every `TOP_K_GROUP` neighbours of the vocabulary, or
+            None.
     """
 
     loss: Tensor
@@ -155,6 +159,7 @@ class SlotLosses(NamedTuple):
     hits: Tensor
     student_lse: Tensor
     teacher_lse: Tensor
+    group_maxima: Tensor | None = None
 
 
 def slot_losses(
@@ -227,11 +232,19 @@ def _softmax(logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
     return probabilities, logits.gather(1, best[:, None])[:, 0] - largest.log()
 
 
-@functools.cache
-def compiled_slot_losses() -> Callable[..., SlotLosses]:
-    """`slot_losses` for a GPU."""
-    # Eager, a dozen passes over [m, V] cost more than the projections.
-    return torch.compile(slot_losses, dynamic=True)
+def slot_losses_on(device: torch.device) -> Callable[..., SlotLosses]:
+    """`slot_losses`; on a GPU its kernel, which takes logits of any type and keeps that type.
+
+    In torch, a dozen passes over [m, V] cost several times what the projections do.
+    """
+    if device.type != "cuda":
+        return slot_losses
+    from kernels import distillation
+
+    def fused(*args: Any) -> SlotLosses:
+        return SlotLosses(*distillation.slot_losses(*args))
+
+    return fused
 
 
 def _candidates(
@@ -242,25 +255,32 @@ def _candidates(
     measured: SlotLosses,
     config: LossConfig,
 ) -> Candidates:
-    best, tokens = top_k(student, min(config.edge_candidates, student.shape[-1]))  # [m, K]
+    count = min(config.edge_candidates, student.shape[-1])
+    best, tokens = top_k(student, count, maxima=measured.group_maxima)  # [m, K]
     missing = ~(tokens == labels[:, None]).any(-1)
     tokens[:, -1] = torch.where(missing, labels, tokens[:, -1])
     best[:, -1] = torch.where(missing, student.gather(1, labels[:, None])[:, 0], best[:, -1])
-    log_p = taught[shared[:, None], tokens] - measured.teacher_lse[shared, None]
-    return Candidates(tokens, best - measured.student_lse[:, None], log_p)
+    log_p = taught[shared[:, None], tokens].float() - measured.teacher_lse[shared, None]
+    return Candidates(tokens, best.float() - measured.student_lse[:, None], log_p)
 
 
-def top_k(values: Tensor, count: int, group: int = 64) -> tuple[Tensor, Tensor]:
+def top_k(
+    values: Tensor, count: int, group: int = TOP_K_GROUP, maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(values, indices) [m, K] of the largest entries of [m, V], largest first.
 
     The K largest lie in the K groups with the largest maxima, so only those are sorted: a
     fraction of `topk` over a whole vocabulary.
+
+    Args:
+        maxima: [m, ceil(V / group)], of every group of neighbours, where they are known.
     """
     groups = values.shape[-1] // group
     if groups <= count:
         return values.topk(count, dim=-1)
     whole = values[:, : groups * group].unflatten(-1, (groups, group))
-    chosen = whole.amax(-1).topk(count, dim=-1).indices  # [m, K]
+    maxima = whole.amax(-1) if maxima is None else maxima[:, :groups]
+    chosen = maxima.topk(count, dim=-1).indices  # [m, K]
     inside = whole.gather(1, chosen[..., None].expand(-1, -1, group)).flatten(1)
     offsets = torch.arange(group, device=values.device)
     places = (chosen[..., None] * group + offsets).flatten(1)
@@ -289,6 +309,7 @@ def edge_loss(
     places: Places,
     weights: Tensor,
     embed: Project,
+    vocab_size: int,
     config: LossConfig,
 ) -> Tensor:
     """Weighted sum of the path scores' loss, teacher-forced: the parent is the true token.
@@ -301,7 +322,7 @@ def edge_loss(
         hidden: [M, d], detached slot hidden states.
         places: where the M slots lie, their true tokens and those before them.
         weights: fp32 [M].
-        embed: the target's embedding.
+        embed: the target's embedding, of `vocab_size` tokens.
     """
     tokens, log_q, log_p = candidates
     if not edges.learns_from_inserted:
@@ -309,7 +330,7 @@ def edge_loss(
     # Every parameter has a gradient, even at M = 0.
     total = hidden.new_zeros((), dtype=torch.float32)
     total = total + sum(0 * parameter.float().sum() for parameter in edges.parameters())
-    scored = edges.teacher_forced(tokens, log_q, hidden, places, embed)
+    scored = edges.teacher_forced(tokens, log_q, hidden, places, embed, vocab_size)
     for begin in range(0, len(tokens), 8 * config.chunk_tokens):
         here = slice(begin, begin + 8 * config.chunk_tokens)
         bias = torch.utils.checkpoint.checkpoint(scored, here, use_reentrant=False)

@@ -110,7 +110,7 @@ def distil_slots(
         batch.chunks,
         batch.labels.flatten()[chosen],
         batch.weights.flatten()[chosen],
-        target.project,
+        target.project_rounded if hidden.is_cuda else target.project,
         config,
         with_candidates=with_candidates,
     )
@@ -153,8 +153,9 @@ def block_loss(
         else:
             assert result.candidates is not None
             path = edge_loss(
-                head.edges, result.candidates, states, places, weights, target.embed, config
-            )
+                head.edges, result.candidates, states, places, weights, target.embed,
+                target.vocab_size, config,
+            )  # fmt: skip
     if head.rescores:
         second = head.true_hidden(
             fused,
