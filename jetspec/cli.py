@@ -102,6 +102,29 @@ def evaluate(
 
 
 @app.command()
+def replay(
+    ctx: typer.Context,
+    run: RunFile,
+    head: HeadDir,
+    set: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure tau alone: every budget and method along the target's own greedy answers."""
+    config = load_run(ctx, run, set)
+    from jetspec.evaluation.matrix import read_partial
+    from jetspec.evaluation.replayed import replay as measure
+    from jetspec.evaluation.report import cells_table
+
+    with progress("replaying", as_json) as advance:
+        result = measure(config, head, on_progress=advance)
+    if as_json:
+        emit(result, as_json)
+        return
+    show_view(cells_table(read_partial(result.uri), "Replayed rounds"))
+    typer.echo(result.uri)
+
+
+@app.command()
 def ablations(
     file: Annotated[str, typer.Argument(metavar="FILE", help="An ablation's file (YAML).")],
     set: Overrides = None,

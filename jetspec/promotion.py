@@ -9,6 +9,7 @@ from pydantic import Field
 from jetspec.evaluation.cells import cell_label
 from jetspec.evaluation.pooling import (
     Record,
+    as_served,
     paired_tau_ratio,
     pooled_tau,
     prompt_rows,
@@ -92,7 +93,7 @@ def compared_cells(records: Iterable[Record], config: PromotionConfig) -> list[R
 
 def _compared(records: Iterable[Record], config: PromotionConfig) -> list[Record]:
     return select(
-        records,
+        as_served(records),
         method="tree",
         builder=config.builder,
         budget=config.budget,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetspec.decode import DecodeResult, Generation
+from jetspec.decode import DecodeResult, Generation, decode
 from jetspec.errors import JetspecError
 from jetspec.evaluation.bench import open_engines, run_group
 from jetspec.evaluation.budgets import serving_table
@@ -198,3 +198,25 @@ def test_targets_and_heads_beyond_the_engine_are_refused_before_any_cell(models)
 def test_the_default_backend_leaves_the_settings_that_make_keys_as_they_were() -> None:
     assert "backend" not in REFERENCE.model_dump(mode="json")
     assert CONFIG.model_dump(mode="json")["backend"] == "engine"
+
+
+def test_slot_cells_run_the_same_fused_head_without_its_edges(models, monkeypatch) -> None:
+    monkeypatch.setattr(Engine, "prepare", lambda self: None)
+    head = tiny_head(models[0], block_size=4, num_layers=1, num_taps=1, edge_rank=2)
+    engines = Engines(models[0], head, CONFIG, kernels=True, least_rows=128, page_size=16)
+    slot, path = (
+        engines._engine(Cell("tree", "best_first", 3, 1, "chat", 0.0, scores), 5)
+        for scores in ("slot", "path")
+    )
+    assert slot.round.head.head.edges is None and path.round.head.head.edges is head.edges
+    assert slot.round.head.layers is path.round.head.layers and slot.cache is path.cache
+    assert head.edges is not None
+
+
+def test_shared_answers_fill_the_engines_slots_one_after_another(models) -> None:
+    target, head = models
+    engines = Engines(target, head, CONFIG, kernels=True, least_rows=128, page_size=16)
+    requests = [Request([5 + i] * (3 + i), f"p{i}") for i in range(3)]
+    run = engines.runner(Cell("plain", None, 0, 2, "all", 0.0))
+    reference = decode(target, [r.input_ids for r in requests], max_new_tokens=3)
+    assert run(requests, 3).outputs == [list(g.tokens) for g in reference.generations]

@@ -16,6 +16,7 @@ from jetspec.evaluation.cells import BASELINES, Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Decoded, Request, Runner, make_runner
 from jetspec.evaluation.record import Trace, failed_record, make_record, with_speedups
+from jetspec.evaluation.turns import Turns
 
 if TYPE_CHECKING:
     from jetspec.evaluation.engines import Engines
@@ -65,6 +66,8 @@ def run_group(
     *,
     runners: Mapping[Cell, Runner] | None = None,
     engines: "Engines | None" = None,
+    reference: CellRecord | None = None,
+    turns: Turns | None = None,
     **facts: Any,
 ) -> list[CellRecord]:
     """The records of `cells`, in their order.
@@ -76,6 +79,9 @@ def run_group(
         baselines: records of `plain` and `hf_eager` of the same group, for those not in `cells`.
         runners: how each cell decodes; by default as its method says.
         engines: those of an earlier group, from `open_engines`; None opens them where needed.
+        reference: plain text of the prompts, {outputs, decoder}, that every cell is checked
+            against; None checks against the `plain` cell.
+        turns: keeps what was decoded, and holds what was decoded before.
         facts: what else every record carries (fingerprint, hashes).
     """
     if len({cell.group for cell in cells}) != 1:
@@ -86,15 +92,17 @@ def run_group(
     def runner(cell: Cell) -> Runner:
         return runners[cell] if runners else make_runner(cell, target, head, config, engines)
 
-    runs = _take_turns(cells, runner, batches, config)
+    runs = _take_turns(cells, runner, batches, config, turns)
     names = [cell.label for cell in cells]
     known: dict[str, CellRecord] = dict(baselines or {})
     records: dict[Cell, CellRecord] = {}
     for cell in sorted(cells, key=_reference_first):
         run = runs[cell]
         if run.error is None:
-            trace = Trace(cell, batches, run.decoded, interleaved_with=names)
-            record = make_record(trace, target, config, known.get("plain"), **facts)
+            own = batches[: len(run.decoded)]
+            trace = Trace(cell, own, run.decoded, interleaved_with=names)
+            plain = reference or known.get("plain")
+            record = make_record(trace, target, config, plain, **facts)
         else:
             record = failed_record(cell, *describe_failure(run.error), **facts)
         records[cell] = record
@@ -152,8 +160,9 @@ def _take_turns(
     runner: Callable[[Cell], Runner],
     batches: list[list[Item]],
     config: EvaluationConfig,
+    turns: Turns | None,
 ) -> dict[Cell, _Run]:
-    """Decode every batch with every cell that still stands, warm-up first."""
+    """Decode every batch with every cell that takes part and still stands, warm-up first."""
     runs = {cell: _Run() for cell in cells}
     calls: dict[Cell, Runner] = {}
 
@@ -170,25 +179,53 @@ def _take_turns(
             torch.cuda.empty_cache()
         return None
 
+    left = _unfinished(cells, len(batches), config, turns)
     for cell in cells:
+        if cell not in left:
+            continue
         warm = [item.request for item in batches[0]]
         for _ in range(-(-config.warmup_prompts // len(warm))):
             attempt(cell, warm, min(config.warmup_tokens, config.max_new_tokens))
-    turn = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         requests = [item.request for item in batch]
-        for run in runs.values():
-            run.decoded.append([])
-        for _ in range(config.repeats):
-            shift = turn % len(cells)
-            for cell in [*cells[shift:], *cells[:shift]]:
+        present = [cell for cell in cells if _takes_part(cell, number, config)]
+        for cell in present:
+            runs[cell].decoded.append([])
+        for repeat in range(config.repeats):
+            turn = number * config.repeats + repeat
+            kept = turns.read(turn) if turns else {}
+            shift = turn % len(present) if present else 0
+            found: dict[Cell, Decoded] = {}
+            for cell in [*present[shift:], *present[:shift]]:
                 if runs[cell].error is not None:
                     continue
-                decoded = attempt(cell, requests, config.max_new_tokens)
+                decoded = kept.get(cell.key) or attempt(cell, requests, config.max_new_tokens)
                 if decoded is not None:
+                    found[cell] = decoded
                     runs[cell].decoded[-1].append(decoded)
-            turn += 1
+            if turns and any(cell.key not in kept for cell in found):
+                turns.write(turn, found)
     return runs
+
+
+def _unfinished(
+    cells: Sequence[Cell], batches: int, config: EvaluationConfig, turns: Turns | None
+) -> set[Cell]:
+    """Cells that something is left to decode for; the others need no warm-up."""
+    if turns is None:
+        return set(cells)
+    left: set[Cell] = set()
+    for turn in range(batches * config.repeats):
+        kept = turns.read(turn)
+        present = (c for c in cells if _takes_part(c, turn // config.repeats, config))
+        left |= {cell for cell in present if cell.key not in kept}
+    return left
+
+
+def _takes_part(cell: Cell, batch: int, config: EvaluationConfig) -> bool:
+    """Whether a cell decodes the batch of this number: baselines may have fewer than all."""
+    most = config.batches_of(cell.method)
+    return most is None or batch < most
 
 
 def _reference_first(cell: Cell) -> int:

@@ -9,6 +9,8 @@ from jetspec.evaluation.record import comparable
 
 # vLLM reads ranges of batch sizes; the last measured choice is carried on to here.
 MAX_BATCH_SIZE = 512
+# Method, builder, budget and, where they were measured apart, scores.
+Choice = tuple[str, str | None, int, str | None]
 _CONTENDERS = ("plain", "chain", "tree")
 
 
@@ -27,7 +29,7 @@ def serving_table(
         for a batch size whose plain cells are missing.
     """
     rows: list[dict[str, Any]] = []
-    held: tuple[str, str | None, int] = ("plain", None, 0)
+    held: Choice = ("plain", None, 0, None)
     good = [
         r
         for r in records
@@ -35,19 +37,20 @@ def serving_table(
     ]
     for batch_size in sorted({r["batch_size"] for r in good}):
         speeds = _speeds([r for r in good if r["batch_size"] == batch_size])
-        plain = speeds.get(("plain", None, 0))
+        plain = speeds.get(("plain", None, 0, None))
         if plain is None:
             continue
         best = max(speeds, key=lambda choice: speeds[choice])
         if held not in speeds or speeds[best] > speeds[held] * (1 + hysteresis):
             held = best
-        method, builder, budget = held
+        method, builder, budget, scores = held
         rows.append(
             {
                 "batch_size": batch_size,
                 "method": method,
                 "builder": builder,
                 "budget": budget,
+                **({"scores": scores} if scores else {}),
                 "tok_s": round(speeds[held], 3),
                 "speedup_vs_plain": round(speeds[held] / plain, 4),
             }
@@ -112,15 +115,23 @@ def _checked(record: Record) -> bool:
     return check is not None and bool(check["passed"])
 
 
-def _speeds(records: Sequence[Record]) -> dict[tuple[str, str | None, int], float]:
-    """Pooled tokens a second of every method that covers plain decoding's slices."""
+def _choice(record: Record) -> Choice:
+    return record["method"], record["builder"], record["budget"], record.get("scores")
+
+
+def _speeds(records: Sequence[Record]) -> dict[Choice, float]:
+    """Pooled tokens a second of every method that covers plain decoding's slices.
+
+    Where plain decoding had fewer batches of a slice than the others, all count on those alone.
+    """
     plain = [r for r in records if r["method"] == "plain"]
     needed = {r["slice"] for r in plain}
+    shared = {r["slice"]: len(r["batches"]) for r in plain}
     records = [r for r in records if all(comparable(r, base) for base in plain)]
     speeds = {}
-    for choice in {(r["method"], r["builder"], r["budget"]) for r in records}:
-        own = [r for r in records if (r["method"], r["builder"], r["budget"]) == choice]
-        speed = throughput(own)
+    for choice in {_choice(r) for r in records}:
+        own = [r for r in records if _choice(r) == choice]
+        speed = throughput({**r, "batches": r["batches"][: shared.get(r["slice"])]} for r in own)
         if choice[0] in _CONTENDERS and speed and {r["slice"] for r in own} == needed:
             speeds[choice] = speed
     return speeds

@@ -30,6 +30,7 @@ class Cell:
         method: `plain`, `hf_eager`, `lookup`, `draft_model`, `chain` or `tree`.
         builder: the tree builder; None where no tree is built.
         budget: draft nodes a round, the root not counted; 0 for the two baselines.
+        scores: `slot` or `path`, what of the head orders the draft; None is what the head has.
     """
 
     method: str
@@ -38,6 +39,7 @@ class Cell:
     batch_size: int
     slice: str
     temperature: float
+    scores: str | None = None
 
     @property
     def group(self) -> Group:
@@ -46,17 +48,22 @@ class Cell:
     @property
     def label(self) -> str:
         """The method as tables and figures name it, e.g. `tree 64`."""
-        return cell_label(asdict(self))
+        return cell_label(self._fields())
 
     @property
     def key(self) -> str:
         """A readable file name, unique by the hash at its end."""
-        fields = asdict(self)
+        fields = self._fields()
         words = (f"{self.label} b{self.batch_size} {self.slice} t{self.temperature:g}").lower()
         return f"{re.sub('[^a-z0-9.]+', '-', words).strip('-')}-{content_hash(fields)[:8]}"
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "key": self.key}
+        return {**self._fields(), "key": self.key}
+
+    def _fields(self) -> dict[str, Any]:
+        """Without `scores` where the head's own are meant: keys made before stay valid."""
+        fields = asdict(self)
+        return fields if self.scores else {k: v for k, v in fields.items() if k != "scores"}
 
 
 def cell_label(fields: dict[str, Any]) -> str:
@@ -65,7 +72,8 @@ def cell_label(fields: dict[str, Any]) -> str:
         return str(fields["method"])
     name = fields["method"].replace("_", " ") if fields["builder"] in (None, "chain") else ""
     builder = _BUILDERS.get(fields["builder"], "")
-    return f"{name or builder} {fields['budget']}"
+    scores = f" {fields['scores']}" if fields.get("scores") else ""
+    return f"{name or builder} {fields['budget']}{scores}"
 
 
 def cells(
@@ -87,11 +95,11 @@ def cells(
             have = ", ".join((*slices, ALL_SLICES))
             raise JetspecError("evaluation.slices", name, f"no prompt has it; choose from {have}")
     return [
-        Cell(method, builder, budget, batch_size, slice_, temperature)
+        Cell(method, builder, budget, batch_size, slice_, temperature, scores)
         for temperature in _unique(config.temperatures)
         for batch_size in _unique(config.batch_sizes)
         for slice_ in _unique(chosen)
-        for method, builder, budget in _methods(config, head_depth)
+        for method, builder, budget, scores in _methods(config, head_depth)
     ]
 
 
@@ -103,12 +111,24 @@ def grouped(cells: Iterable[Cell]) -> dict[Group, list[Cell]]:
     return groups
 
 
-def _methods(config: EvaluationConfig, head_depth: int | None) -> list[tuple[str, str | None, int]]:
-    rows: list[tuple[str, str | None, int]] = [(name, None, 0) for name in BASELINES]
+def _methods(
+    config: EvaluationConfig, head_depth: int | None
+) -> list[tuple[str, str | None, int, str | None]]:
+    rows: list[tuple[str, str | None, int, str | None]] = [
+        (name, None, 0, None) for name in BASELINES if config.batches_of(name) != 0
+    ]
     if "lookup" in config.methods:
-        rows.append(("lookup", "chain", config.lookup_depth))
+        rows.append(("lookup", "chain", config.lookup_depth, None))
     if "draft_model" in config.methods:
-        rows.append(("draft_model", "chain", config.draft_model_depth))
+        rows.append(("draft_model", "chain", config.draft_model_depth, None))
+    for scores in _unique(config.scores or (None,)):
+        rows += [(*drafted, scores) for drafted in _drafted(config, head_depth)]
+    return rows
+
+
+def _drafted(config: EvaluationConfig, head_depth: int | None) -> list[tuple[str, str, int]]:
+    """The methods that draft with the head."""
+    rows: list[tuple[str, str, int]] = []
     if "chain" in config.methods:
         limits = [n for n in (config.depth or head_depth,) if n is not None]
         lengths = {min([budget, *limits]) for budget in config.budgets} or set(limits[:1])

@@ -46,6 +46,13 @@ class EvaluationConfig(SamplingSettings):
         draft_model_depth: tokens that the draft model drafts in a round, one after another.
         warmup_prompts: prompts decoded before the clock starts, for every method of a cell.
         warmup_tokens: tokens decoded of each of them.
+        scores: what of a head with path scores orders its drafts, a cell for each: `slot` takes its
+            edges out, `path` leaves them in; None is the head as it is.
+        reference_batch: decode every prompt plainly once, so many side by side, and check every
+            cell's text against that (`answers.py`); None checks against the `plain` cell of the
+            same group.
+        plain_batches, hf_eager_batches: a baseline decodes so many of a cell's batches, the first
+            ones, and is compared on those; None is all. 0 leaves out Hugging Face's `generate`.
         repeats: times every batch of prompts is decoded; times are averaged.
         near_tie_ulps: in bf16, a first difference between tokens whose logits lie within this many
             units in the last place of the larger one is a near tie, not an error.
@@ -61,6 +68,10 @@ class EvaluationConfig(SamplingSettings):
         "widths",
         "calibration",
         "rank_rates",
+        "scores",
+        "reference_batch",
+        "plain_batches",
+        "hf_eager_batches",
     }
 
     backend: Backend = "reference"
@@ -85,6 +96,10 @@ class EvaluationConfig(SamplingSettings):
     max_new_tokens: int = Field(256, ge=2)
     prompts_per_slice: int | None = Field(None, ge=1)
     max_batches: int | None = Field(None, ge=1)
+    scores: tuple[Literal["slot", "path"], ...] | None = Field(None, min_length=1)
+    reference_batch: int | None = Field(None, ge=1)
+    plain_batches: int | None = Field(None, ge=1)
+    hf_eager_batches: int | None = Field(None, ge=0)
     warmup_prompts: int = Field(1, ge=0)
     warmup_tokens: int = Field(8, ge=1)
     repeats: int = Field(1, ge=1)
@@ -100,6 +115,10 @@ class EvaluationConfig(SamplingSettings):
             raise ValueError("the method `tree` needs at least one budget and one builder")
         if "draft_model" in self.methods and self.draft_model is None:
             raise ValueError("the method `draft_model` needs draft_model.source; set it")
+        if self.plain_batches is not None and self.reference_batch is None:
+            raise ValueError(
+                "plain_batches leaves prompts without a text to compare with; set reference_batch"
+            )
         return self
 
     @model_validator(mode="after")
@@ -144,6 +163,10 @@ class EvaluationConfig(SamplingSettings):
         names = ("depth", "width", "widths", "score", "alpha", "calibration", "rank_rates")
         shape = {name: getattr(self, name) for name in names}
         return TreeConfig.model_validate({"builder": builder, "budget": budget, **shape})
+
+    def batches_of(self, method: str) -> int | None:
+        """Batches of a cell that `method` decodes at most; None is all of them."""
+        return {"plain": self.plain_batches, "hf_eager": self.hf_eager_batches}.get(method)
 
     @property
     def needs_head(self) -> bool:

@@ -5,6 +5,7 @@ graphs take seconds to capture. All engines of a matrix share the fused weights;
 size and temperature share pages too and are kept from slice to slice, since their cells take turns.
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jetspec.evaluation.methods import (
     sampling_params,
     synchronize,
 )
+from jetspec.evaluation.scoring import scored_head
 from jetspec.trees.config import TreeConfig
 
 _BUILDERS = (None, "chain", "best_first")
@@ -116,15 +118,16 @@ class Engines:
         if self._cache is None:
             self._cache = model.new_cache(cell.batch_size, self._rows, self._page_size)
             self._cache_for = (cell.batch_size, cell.temperature)
-        tree = cell_tree(cell, self._head, self._config)
-        key = (cell.method, cell.builder, cell.budget)
+        head = scored_head(self._head, cell.scores)
+        tree = cell_tree(cell, head, self._config)
+        key = (cell.method, cell.builder, cell.budget, cell.scores)
         if key not in self._engines:
             engine = Engine(
-                self._target, None if tree is None else self._head,
+                self._target, None if tree is None else head,
                 tree=tree or _CHAIN, slots=cell.batch_size, max_rows=self._rows,
                 sampling=sampling_params(self._config, cell.temperature),
                 kernels=True, page_size=self._page_size,
-                shared=Shared(model, drafts, self._cache),
+                shared=Shared(model, _drafting(drafts, head), self._cache),
             )  # fmt: skip
             engine.prepare()
             self._engines[key] = engine
@@ -159,3 +162,12 @@ class Engines:
                 "evaluation.depth", depth, "more levels than the engine drafts with this head; "
                 "set evaluation.backend to reference",
             )  # fmt: skip
+
+
+def _drafting(drafts: EngineHead | None, head: Any) -> EngineHead | None:
+    """The fused head with the edges of `head`, or without any where that has none."""
+    if drafts is None or drafts.head is head:
+        return drafts
+    seen = copy.copy(drafts)
+    seen.head = head
+    return seen

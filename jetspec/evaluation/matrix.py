@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from jetspec import __version__
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.evaluation.answers import plain_answers
 from jetspec.evaluation.bench import CellRecord, open_engines, run_group
 from jetspec.evaluation.budgets import serving_document
 from jetspec.evaluation.cells import ALL_SLICES, Cell, Group, cells, grouped
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.draft_models import draft_model_key
-from jetspec.evaluation.pooling import pooled_tau
+from jetspec.evaluation.pooling import as_served, pooled_tau
 from jetspec.evaluation.report import markdown_table
+from jetspec.evaluation.scoring import scored_head
+from jetspec.evaluation.turns import Turns
 from jetspec.heads.doctor import require_fit
 from jetspec.heads.registry import load_head
 from jetspec.prompts import Prompt, load_prompts
@@ -68,6 +71,10 @@ class Plan:
 
     def cell_uri(self, cell: Cell) -> str:
         return join(self.uri, f"cell-{cell.key}.json")
+
+    def turns(self, group: Group) -> Turns:
+        """What a group has decoded without having its records yet."""
+        return Turns(join(self.uri, "turns", content_hash(list(group))[:16]))
 
 
 def evaluate(
@@ -170,7 +177,10 @@ def load_models(config: RunConfig, head_uri: str | None) -> tuple[Any, Any | Non
         JetspecError: the head does not fit the target.
     """
     target = load_target(config.target)
-    return target, None if head_uri is None else load_fitting_head(head_uri, target)
+    head = None if head_uri is None else load_fitting_head(head_uri, target)
+    for scores in config.evaluation.scores or ():
+        scored_head(head, scores)  # refuses what the head does not have
+    return target, head
 
 
 def load_fitting_head(head_uri: str, target: Any) -> Any:
@@ -221,11 +231,21 @@ def measure_group(
             if cell not in group_cells and record is not None:
                 baselines[cell.method] = record
     prompts = group_prompts(plan, group, settings)
+    facts, reference = plan.facts, None
+    if settings.reference_batch is not None:
+        fingerprint = facts["target_fingerprint"]
+        reference = plain_answers(
+            config, plan.prompts, fingerprint, target, group.temperature, engines
+        )
+        facts = {**facts, "reference_uri": reference["uri"]}
+    turns = plan.turns(group)
     records = run_group(
-        group_cells, target, head, prompts, settings, baselines, engines=engines, **plan.facts
-    )
+        group_cells, target, head, prompts, settings, baselines, engines=engines,
+        reference=reference, turns=turns, **facts,
+    )  # fmt: skip
     for cell, record in zip(group_cells, records, strict=True):
         write_record(plan, cell, record)
+    turns.clear()
     return records
 
 
@@ -284,7 +304,7 @@ def summarise(records: Sequence[CellRecord], config: RunConfig) -> dict[str, Any
     gate = config.promotion
     gated = [
         record
-        for record in records
+        for record in as_served(records)
         if record["status"] == "ok"
         and record["method"] == "tree"
         and (record["budget"], record["batch_size"]) == (gate.budget, gate.batch_size)

@@ -15,6 +15,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.draft_models import draft_model
+from jetspec.evaluation.scoring import scored_head
 from jetspec.sampling import SamplingParams
 from jetspec.trees.config import TreeConfig
 
@@ -79,6 +80,7 @@ def make_runner(
     """
     if engines is not None and engines.decodes(cell):
         return engines.runner(cell)
+    head = scored_head(head, cell.scores)
     sampling = sampling_params(config, cell.temperature)
     if cell.method == "hf_eager":
         return lambda requests, limit: _hugging_face(target, requests, limit, sampling)

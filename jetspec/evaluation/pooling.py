@@ -13,6 +13,13 @@ def select(records: Iterable[Record], **fields: Any) -> list[Record]:
     return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
 
 
+def as_served(records: Iterable[Record]) -> list[Record]:
+    """Without slot scores where the same head was measured with path scores too."""
+    found = list(records)
+    paths = any(record.get("scores") == "path" for record in found)
+    return [r for r in found if not (paths and r.get("scores") == "slot")]
+
+
 def prompt_rows(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
     """Per-prompt rows by prompt id; a prompt measured in two cells (its slice and `all`) is one."""
     return {row["prompt_id"]: row for record in records for row in record.get("per_prompt") or ()}
@@ -41,7 +48,7 @@ def paired_tau_ratio(
 def speedup(
     ours: Sequence[Record], base: Sequence[Record], *, samples: int, seed: int, clock: str
 ) -> Estimate | None:
-    """Ratio of throughputs over batches decoded by both, paired batch by batch.
+    """Ratio of throughputs over batches decoded by both, the first ones, paired batch by batch.
 
     Args:
         ours, base: records of one method each, in the same order of groups.
@@ -50,7 +57,7 @@ def speedup(
     pairs = [
         (mine, other)
         for a, b in zip(ours, base, strict=True)
-        for mine, other in zip(a["batches"], b["batches"], strict=True)
+        for mine, other in zip(a["batches"], b["batches"], strict=False)
     ]
     names = (f"{clock}_tokens", f"{clock}_seconds")
     columns = [[pair[side][name] for pair in pairs] for side in (0, 1) for name in names]

@@ -45,7 +45,7 @@ def failed_record(cell: Cell, status: str, reason: str, **facts: Any) -> Record:
         "tok_s_decode": None,
         "tok_s_total": None,
         "output_check": None,
-        "speedup": {f"vs_{base}": _withheld(f"the cell {status}") for base in BASELINES},
+        "speedup": {f"vs_{base}": withheld(f"the cell {status}") for base in BASELINES},
         "per_prompt": [],
         "batches": [],
         "environment": environment(),
@@ -63,15 +63,16 @@ def make_record(
     """The record of a measured cell, all but its speed-ups.
 
     Args:
-        plain_record: the group's `plain` record, whose outputs are the reference.
+        plain_record: the group's `plain` record, whose outputs are the reference; or outputs from
+            elsewhere, which the group's own `plain` cell is checked against too.
     """
     cell = trace.cell
     rows = _prompt_rows(trace, target)
     batches = [_batch_row(repeats) for repeats in trace.decoded]
     seconds = sum(batch["decode_seconds"] for batch in batches)
     quiet = [row for row in rows if not row["looping"]]
-    tau, tau_ci = _tau(rows, config)
-    tau_quiet, tau_quiet_ci = _tau(quiet, config)
+    tau, tau_ci = tau_of(rows, config)
+    tau_quiet, tau_quiet_ci = tau_of(quiet, config)
     record: Record = {
         **cell.as_json(),
         "status": "ok",
@@ -83,7 +84,7 @@ def make_record(
         "tau_not_looping": tau_quiet,
         "tau_not_looping_ci": tau_quiet_ci,
         "looping": len(rows) - len(quiet),
-        "by_slice": _by_slice(rows, config),
+        "by_slice": by_slice(rows, config),
         "rounds": sum(row["rounds"] for row in rows),
         "tokens": sum(row["tokens"] for row in rows),
         "generated_tokens": sum(row["tokens"] + 1 for row in rows),
@@ -112,9 +113,9 @@ def make_record(
         for i, item in enumerate(batch)
         if not item.filler
     }
-    if cell.method == "plain":
+    if cell.method == "plain" and plain_record is None:
         record["outputs"] = outputs
-    plain = record if cell.method == "plain" else plain_record
+    plain = record if cell.method == "plain" and plain_record is None else plain_record
     record["output_check"] = _output_check(trace, target, config, record, outputs, plain)
     return record
 
@@ -191,7 +192,7 @@ def _batch_row(repeats: Sequence[Decoded]) -> Record:
     }
 
 
-def _tau(
+def tau_of(
     rows: Sequence[Record], config: EvaluationConfig
 ) -> tuple[float | None, list[float] | None]:
     estimate = ratio_interval(
@@ -203,11 +204,11 @@ def _tau(
     return estimate.rounded() if estimate else (None, None)
 
 
-def _by_slice(rows: Sequence[Record], config: EvaluationConfig) -> dict[str, Record]:
+def by_slice(rows: Sequence[Record], config: EvaluationConfig) -> dict[str, Record]:
     slices = {}
     for name in dict.fromkeys(row["slice"] for row in rows):
         own = [row for row in rows if row["slice"] == name]
-        tau, ci = _tau(own, config)
+        tau, ci = tau_of(own, config)
         slices[name] = {"prompts": len(own), "tau": tau, "tau_ci": ci}
     return slices
 
@@ -257,22 +258,26 @@ def _speedup(record: Record, base: Record | None, name: str) -> Record:
     check = record["output_check"]
     unchecked = record["method"] == "hf_eager" and record["temperature"] > 0
     if base is None:
-        return _withheld(f"{name} was not measured")
+        return withheld(f"{name} was not measured")
     if base["status"] != "ok":
-        return _withheld(f"{name} {base['status']}: {base['reason']}")
+        return withheld(f"{name} {base['status']}: {base['reason']}")
     if not comparable(record, base):
-        return _withheld(f"decoded by {_decoder(record)}, {name} by {_decoder(base)}")
+        return withheld(f"decoded by {_decoder(record)}, {name} by {_decoder(base)}")
     if not unchecked and check is None:
-        return _withheld("no plain output to compare with")
+        return withheld("no plain output to compare with")
     if check is not None and not check["passed"]:
-        return _withheld("the output differs from plain decoding's")
+        return withheld("the output differs from plain decoding's")
     base_check = base.get("output_check")
     if base_check is not None and not base_check["passed"]:
-        return _withheld(f"{name}'s own output differs from plain decoding's")
-    if [_pairing(row) for row in base["per_prompt"]] != [
-        _pairing(row) for row in record["per_prompt"]
-    ]:
-        return _withheld(f"{name} was measured on other prompts")
+        return withheld(f"{name}'s own output differs from plain decoding's")
+    # A baseline may have decoded fewer batches than the others: these are what is compared.
+    shared = min(len(record["batches"]), len(base["batches"]))
+    ours, theirs = (
+        [_pairing(row) for row in side["per_prompt"] if row["batch"] < shared]
+        for side in (record, base)
+    )
+    if ours != theirs:
+        return withheld(f"{name} was measured on other prompts")
     settings = record["settings"]
     value, ci = _rounded(record, base, "decode", settings)
     total, total_ci = _rounded(record, base, "total", settings)
@@ -314,5 +319,5 @@ def _rounded(
     return estimate.rounded(4) if estimate else (None, None)
 
 
-def _withheld(reason: str) -> Record:
+def withheld(reason: str) -> Record:
     return {"value": None, "ci": None, "end_to_end": None, "end_to_end_ci": None, "reason": reason}

@@ -58,16 +58,18 @@ def pool_slices(records: Sequence[Record], *, samples: int, seed: int) -> list[d
     pools: dict[tuple[Any, ...], list[Record]] = {}
     for record in separate:
         names = ("method", "builder", "budget", "batch_size", "temperature")
-        pools.setdefault(tuple(record[name] for name in names), []).append(record)
+        scores = record.get("scores")
+        pools.setdefault((*(record[name] for name in names), scores), []).append(record)
     pooled = []
-    for (method, builder, budget, batch_size, temperature), members in pools.items():
+    for (method, builder, budget, batch_size, temperature, scores), members in pools.items():
+        cell = Cell(method, builder, budget, batch_size, ALL_SLICES, temperature, scores)
         good = [record for record in members if record["status"] == "ok"]
         missing = len(members) - len(good)
         tau = pooled_tau(good, samples=samples, seed=seed)
         value, ci = tau.rounded() if tau else (None, None)
         pooled.append(
             {
-                **Cell(method, builder, budget, batch_size, ALL_SLICES, temperature).as_json(),
+                **cell.as_json(),
                 "status": "ok" if good else members[0]["status"],
                 "decoder": members[0].get("decoder"),
                 "reason": f"{missing} of {len(members)} slices failed" if missing else None,
