@@ -18,6 +18,7 @@ from jetspec.targets.load import load_target
 from jetspec.training import loop
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.loop import learning_rate, train
+from jetspec.training.optimizers import make_optimizers
 from jetspec.training.stage import align_weights, distil_head, starting_head
 from jetspec.training.world import World
 from tests.answers import greedy_samples, save_target, write_samples
@@ -76,10 +77,14 @@ def test_training_lowers_the_loss_and_raises_tau(target, samples, tmp_path):
     assert result.steps == 60 and result.counts["samples"] == 16 and result.counts["heldout"] == 4
 
 
-@pytest.mark.parametrize("hidden_states", ["online", "cache"])
-@pytest.mark.parametrize("log_every", [1, 4])
-def test_resumed_run_equals_an_unbroken_one(target, samples, tmp_path, hidden_states, log_every):
-    config = settings(hidden_states=hidden_states, log_every=log_every)
+@pytest.mark.parametrize(
+    ("hidden_states", "log_every", "optimizer"),
+    [("online", 1, "adamw"), ("cache", 1, "adamw"), ("online", 4, "muon"), ("cache", 4, "adamw")],
+)
+def test_resumed_run_equals_an_unbroken_one(
+    target, samples, tmp_path, hidden_states, log_every, optimizer
+):
+    config = settings(hidden_states=hidden_states, log_every=log_every, optimizer=optimizer)
     whole = run(target, samples, tmp_path / "whole", config=config)
     with pytest.raises(Broken):
         run(target, samples, tmp_path / "broken", config=config, report=break_at(5))
@@ -91,6 +96,25 @@ def test_resumed_run_equals_an_unbroken_one(target, samples, tmp_path, hidden_st
     assert comparable(resumed.curve) == comparable(whole.curve)
     for name, tensor in whole.head.state_dict().items():
         assert torch.equal(resumed.head.state_dict()[name], tensor), name
+
+
+def test_muon_moves_the_backbones_matrices_and_adamw_the_rest(target):
+    head = tiny_head(target, block_size=5, edge_rank=2)
+    module = torch.nn.ModuleDict({"head": head})
+    config = settings(optimizer="muon")
+    adamw, muon = make_optimizers(config, head, module, sharded=False, fused=False)
+    moved = {id(p) for group in muon.param_groups for p in group["params"]}
+    rest = {id(p) for group in adamw.param_groups for p in group["params"]}
+    for name, parameter in head.named_parameters():
+        turned = parameter.ndim == 2 and not name.startswith("edges.")
+        assert (id(parameter) in moved, id(parameter) in rest) == (turned, not turned), name
+    with pytest.raises(JetspecError, match=r"training.optimizer: muon: needs whole matrices"):
+        make_optimizers(config, head, module, sharded=True, fused=False)
+
+
+def test_the_optimizer_is_part_of_what_shapes_a_head_unless_it_is_the_usual_one():
+    assert "optimizer" not in TrainingConfig().shaping()
+    assert TrainingConfig(optimizer="muon").shaping()["optimizer"] == "muon"
 
 
 def test_broken_checkpoint_is_passed_over(target, samples, tmp_path):

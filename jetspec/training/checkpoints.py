@@ -1,9 +1,10 @@
-"""Checkpoints of a training run: the head as it is saved, the optimizer, and where the run stood.
+"""Checkpoints of a training run: the head as it is saved, the optimizers, and where the run stood.
 
 `step-000200/` is whole if and only if its manifest exists; the manifest is written last.
 """
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def save_checkpoint(
     step: int,
     module: nn.Module,
     head: DraftHead,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
     *,
     world: World,
@@ -73,7 +74,7 @@ def save_checkpoint(
     target_fingerprint: str,
 ) -> None:
     """Write a checkpoint and prune older ones; every process calls it, rank 0 writes."""
-    moments = get_optimizer_state_dict(module, optimizer, options=_FULL)
+    moments = get_optimizer_state_dict(module, list(optimizers), options=_FULL)
     whole = full_head(module, head)
     if world.rank == 0:
         uri = join(directory, f"step-{step:06d}")
@@ -105,7 +106,7 @@ def latest_checkpoint(directory: str, config_hash: str) -> Checkpoint | None:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer
+    checkpoint: Checkpoint, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Put a checkpoint's weights and moments into a run; every process reads for itself."""
     options = StateDictOptions(full_state_dict=True)
@@ -114,7 +115,7 @@ def load_checkpoint(
     fs, path = filesystem(join(checkpoint.uri, "optimizer.pt"))
     with fs.open(path, "rb") as file:
         moments = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
-    set_optimizer_state_dict(module, optimizer, moments, options=options)
+    set_optimizer_state_dict(module, list(optimizers), moments, options=options)
 
 
 def prune(directory: str, keep: int = KEPT) -> None:

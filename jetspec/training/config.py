@@ -56,6 +56,7 @@ class TrainingConfig(Settings):
         batch_size: rows a step over all workers together.
         micro_batch_size: rows a worker holds at one time.
         max_steps: stop here even if epochs remain; None is all epochs.
+        optimizer: `muon` moves the backbone's matrices by Muon, at the same learning rate.
         workers: Ray Train workers; None is one a GPU, or one on a CPU machine.
         strategy: how the head is spread over workers.
         hidden_states: `online` runs the frozen teacher every step; `cache` stores its hidden
@@ -75,6 +76,7 @@ class TrainingConfig(Settings):
     micro_batch_size: int = Field(2, ge=1)
     epochs: int = Field(6, ge=1)
     max_steps: int | None = Field(None, ge=1)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
@@ -99,4 +101,6 @@ class TrainingConfig(Settings):
         left_out = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
         if not self.freeze_backbone:
             left_out.add("freeze_backbone")  # keys made without it stay valid
+        if self.optimizer == "adamw":
+            left_out.add("optimizer")
         return self.model_dump(mode="json", exclude=left_out)

@@ -32,8 +32,12 @@ from jetspec.training.checkpoints import (
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule
 from jetspec.training.hidden_cache import HiddenCache, HiddenStates, OnlineTeacher
+from jetspec.training.optimizers import make_optimizers
 from jetspec.training.step import Distiller, Statistics
 from jetspec.training.world import World
+
+_COMPILED_STEPS = 500
+"""A run that is shorter ends before its compiled layers have paid for their compilation."""
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -185,19 +189,15 @@ class _Run:
         if config.freeze_backbone:
             freeze_backbone(head)
         self.distiller = Distiller(head.train(), target, config.loss)
+        if cuda and self.schedule.total_steps >= _COMPILED_STEPS:
+            for part in head.shards():
+                part.compile()
         self.model = self._wrapped()
-        trained = [p for p in self.distiller.parameters() if p.requires_grad]
-        matrices = [p for p in trained if p.ndim > 1]
-        vectors = [p for p in trained if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices},
-            {"params": vectors, "weight_decay": 0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
+        self.optimizers = make_optimizers(
+            config,
+            head,
+            self.distiller,
+            sharded=isinstance(self.model, FSDPModule),
             fused=cuda,
         )
         self.curve: list[dict[str, float]] = []
@@ -258,13 +258,15 @@ class _Run:
                 (loss * (world.size / weight)).backward()
             statistics += Statistics(sums)
         rate = learning_rate(config, step, self.schedule.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         norm = nn.utils.clip_grad_norm_(self.distiller.parameters(), config.clip_norm)
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         sums = world.sum(statistics.sums)
         slots = sum(map(self.maker.slots, rows, drawn))
         self.window.add(sums, weight, sum(map(self._length, rows)), slots)
@@ -284,7 +286,7 @@ class _Run:
         metrics = {
             "step": float(done),
             **self.window.metrics(),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": float(self.optimizers[0].param_groups[0]["lr"]),
             "grad_norm": norm,
             "epoch": self.schedule.epoch(done),
         }
@@ -315,7 +317,7 @@ class _Run:
             done,
             self.distiller,
             self.head,
-            self.optimizer,
+            self.optimizers,
             {"curve": self.curve, "window": self.window.state(), "seconds": self._seconds()},
             world=self.world,
             config_hash=self.config_hash,
@@ -326,7 +328,7 @@ class _Run:
         checkpoint = latest_checkpoint(self.directory, self.config_hash)
         if checkpoint is None:
             return 0
-        load_checkpoint(checkpoint, self.distiller, self.optimizer)
+        load_checkpoint(checkpoint, self.distiller, self.optimizers)
         self.curve = list(checkpoint.state["curve"])
         self.began -= checkpoint.state["seconds"]
         kept = dict(checkpoint.state["window"])
