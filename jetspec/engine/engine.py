@@ -29,6 +29,7 @@ from jetspec.trees.config import TreeConfig
 PAGE_SIZE = 64
 SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
 PREFILL_ROWS = 8192  # rows of one pass, padding included
+ADMITTED_SHARE = 32  # while others run, prompts are read for at least this part of the slots
 
 _CHAIN = TreeConfig(builder="chain")
 _GREEDY = SamplingParams()
@@ -283,6 +284,9 @@ class Engine:
     def _admit_waiting(self, job: Job) -> None:
         """Fill free slots; prompts that fit one pass are read together."""
         free = [slot for slot in range(self.slots) if slot not in job.running]
+        # A pass costs its launches however few prompts it reads: with many slots some wait for it.
+        if job.running and len(free) < min(len(job.waiting), self.slots // ADMITTED_SHARE):
+            return
         while free and job.waiting:
             group: dict[int, int] = {}  # slot -> prompt
             longest = 0
