@@ -9,9 +9,11 @@ from flows import cluster, tracking
 from flows.presets import placed, preset_path
 from flows.regen_train_eval import distil, evaluate, regenerate, stage
 from jetspec import storage
-from jetspec.ablation.config import Variant, load_ablation
-from jetspec.ablation.report import VERDICTS, Outcome, sentence
-from jetspec.ablation.study import absolute_storage, outcome, run_ablation
+from jetspec.ablation.claims import VERDICTS, Outcome
+from jetspec.ablation.config import AblationConfig, load_ablation
+from jetspec.ablation.making import measure, outcome
+from jetspec.ablation.report import sentence
+from jetspec.ablation.study import absolute_storage, run_ablation
 from jetspec.config import RunConfig
 from jetspec.generation.corpus_text import corpus_samples
 from jetspec.stages import StageResult
@@ -39,7 +41,7 @@ def ablations(
         parent.log_json(plan.model_dump(mode="json"), "ablation.json")
         result = run_ablation(
             plan,
-            lambda name, run, start: make_variant(name, plan.variants[name], run, start, parent),
+            lambda name, run, start: make_variant(plan, name, run, start, parent),
             lambda line: console.print(line, soft_wrap=True),
         )
         log_report(parent, result)
@@ -48,16 +50,22 @@ def ablations(
 
 
 def make_variant(
-    name: str, variant: Variant, run: RunConfig, start: str | None, parent: tracking.Run
+    plan: AblationConfig, name: str, run: RunConfig, start: str | None, parent: tracking.Run
 ) -> Outcome:
-    """Samples, head and matrix of one variant, as a run nested in the ablation's."""
+    """Samples, head and matrix of one run of a variant, nested in the ablation's."""
+    variant = plan.variant_of(name)
     with tracking.stage_run(parent, name) as record:
         record.log_tags({"jetspec.kind": "variant"})
-        record.log_params({**variant.set, "start": variant.start, "text": variant.text})
+        told = {**variant.set, "start": plan.start_of(name), "text": variant.text}
+        record.log_params(told | ({"training.seed": run.training.seed} if variant.seeds else {}))
         corpus = variant.text == "corpus"
         samples = bring_along(run, record) if corpus else regenerate(run, record)
         head = distil(run, record, samples, start)
-        made = outcome(samples, head, evaluate(run, record, head.uri, head))
+        if plan.measure == "replay":
+            measured = replayed(plan, run, record, head.uri)
+        else:
+            measured = evaluate(run, record, head.uri, head)
+        made = outcome(plan, samples, head, measured)
         record.log_metrics(_metrics(made))
         return made
 
@@ -69,6 +77,17 @@ def bring_along(run: RunConfig, parent: tracking.Run) -> StageResult:
         result = corpus_samples(run)
         record.log_params({"uri": result.uri, "reused": result.reused})
         record.log_metrics(result.facts)
+        return result
+
+
+@stage
+def replayed(
+    plan: AblationConfig, run: RunConfig, parent: tracking.Run, head_uri: str
+) -> StageResult:
+    """tau of every cell along the target's own answers; see `measure` of an ablation's file."""
+    with tracking.stage_run(parent, "replay") as record:
+        result = measure(plan, run, head_uri)
+        record.log_params({"uri": result.uri, "reused": result.reused})
         return result
 
 

@@ -127,16 +127,31 @@ def replay(
 @app.command()
 def ablations(
     file: Annotated[str, typer.Argument(metavar="FILE", help="An ablation's file (YAML).")],
+    jobs: options.Jobs = 1,
+    only: options.Only = None,
+    stop_after: options.StopAfter = None,
+    out: options.ReportDir = None,
     set: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make and measure variants of a run side by side, and report what they decide."""
+    """Make and measure variants of a run side by side, and report what they decide.
+
+    A rerun makes only what is missing, and goes on where training was cut.
+    """
     from jetspec.ablation.config import load_ablation
     from jetspec.ablation.report import sentence
-    from jetspec.ablation.study import run_ablation
+    from jetspec.ablation.study import copy_report, run_ablation
 
     say = ignore if as_json else partial(typer.echo, err=True)
-    result = run_ablation(load_ablation(Path(file), set or ()), say=say)
+    result = run_ablation(
+        load_ablation(Path(file), set or ()),
+        say=say,
+        jobs=jobs,
+        only=[name for name in (only or "").split(",") if name],
+        stop_after=stop_after,
+    )
+    if out is not None:
+        copy_report(result.uri, out)
     if as_json:
         emit({"uri": result.uri, **result.facts}, as_json)
         return

@@ -81,6 +81,22 @@ OutDir = Annotated[
 ReplayAll = Annotated[
     bool, typer.Option("--replay-all", help="Check every predicted tau by replay.")
 ]
+Jobs = Annotated[
+    int,
+    typer.Option(help="Make so many variants at a time, each in a process; GPUs in turn.", min=1),
+]
+Only = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Variants to make; by default all.")
+]
+StopAfter = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Report what is done by then; a rerun makes the rest.", min=1
+    ),
+]
+ReportDir = Annotated[
+    str | None, typer.Option(help="Copy the report and its figures to this directory.")
+]
 EvaluationDir = Annotated[
     str | None,
     typer.Argument(metavar="[EVALUATION]", help="A finished evaluation to compare with."),

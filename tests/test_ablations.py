@@ -12,12 +12,14 @@ from flows import ablations as flow
 from flows import tracking
 from flows.presets import preset_names, preset_path
 from jetspec import storage
+from jetspec.ablation.claims import Outcome, judge
 from jetspec.ablation.config import is_ablation, load_ablation, side_label
-from jetspec.ablation.report import Outcome, findings, judge, markdown, sentence, table_rows
+from jetspec.ablation.report import findings, markdown, sentence, table_rows
 from jetspec.ablation.study import run_ablation
 from jetspec.cli import app as library
 from jetspec.config import parse_config
 from jetspec.errors import JetspecError
+from jetspec.evaluation.cells import cells
 from jetspec.evaluation.matrix import evaluate
 from jetspec.generation.corpus_text import corpus_samples
 from jetspec.generation.regenerate import prepare, regenerate
@@ -79,21 +81,38 @@ def outcome(tau, seed=0, slices=("math",), count=12):
     return Outcome(records, {"head_uri": f"runs/heads/{seed}", "steps": 5, "tau_estimate": tau})
 
 
-def test_the_shipped_ablation_is_whole_and_changes_what_it_says() -> None:
-    plan = load_ablation(preset_path("ablations"))
-    runs = plan.runs()
+SHIPPED_FILES = ("ablations", "ablations-gpu")
+
+
+@pytest.mark.parametrize("name", SHIPPED_FILES)
+def test_shipped_ablations_are_whole_and_change_what_they_say(name) -> None:
+    plan = load_ablation(preset_path(name))
+    runs = {member: run for v in plan.variants for member, run in members_of(plan, v)}
     assert runs["hard-labels"].training.loss.kind == "hard_labels"
-    assert runs["bidirectional-gamma-7"].head.mask == "bidirectional"
-    assert runs["causal"] == plan.base_run()
-    assert all(runs[name] != runs["causal"] for name in runs if name != "causal")
-    cells = {(s.method, s.builder, s.budget) for s in map(plan.fill, plan.sides())}
-    base = plan.base_run().evaluation
-    block = plan.base_run().head.block_size
-    for method, builder, budget in cells:
-        assert method in base.methods
-        assert builder == "chain" or builder in base.builders
-        assert budget in base.budgets or (method == "chain" and budget == block - 1)
-    assert [name for name in preset_names() if is_ablation(preset_path(name))] == ["ablations"]
+    assert all(run.head.mask == "bidirectional" for _, run in members_of(plan, "bidirectional"))
+    assert members_of(plan, "causal")[0][1] == plan.base_run()
+    same = [m for m, run in runs.items() if run == plan.base_run()]
+    assert same in (["causal"], ["causal.seed0", "corpus"])
+    for side in map(plan.fill, plan.sides()):
+        for member, run in members_of(plan, side.variant):
+            assert (side.method, side.builder, side.budget) in cells_of(run), (member, side)
+            assert side.scores is None or side.scores in (run.evaluation.scores or ())
+
+
+def members_of(plan, variant):
+    runs = plan.runs()
+    return [(member, runs[member]) for member in plan.members(variant).values()]
+
+
+def cells_of(run):
+    """(method, builder, budget) of a run's matrix; a DSpark head drafts from its anchor too."""
+    depth = run.head.block_size - (run.head.kind != "dspark")
+    made = cells(run.evaluation, ["math"], head_depth=depth)
+    return {(cell.method, cell.builder, cell.budget) for cell in made}
+
+
+def test_the_shipped_ablations_are_known_by_name() -> None:
+    assert tuple(n for n in preset_names() if is_ablation(preset_path(n))) == SHIPPED_FILES
 
 
 def test_a_side_means_the_default_cell_where_it_says_nothing(tmp_path) -> None:

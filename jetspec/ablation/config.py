@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -24,20 +24,40 @@ class Variant(Settings):
         start: another variant, whose head training starts from.
         text: `regenerated` trains on the target's own answers, `corpus` on those that the
             training prompts' files bring along.
+        seeds: made once with each of these as `training.seed`, which draws its weights and its
+            batches; empty is once with the run's own.
     """
+
+    optional: ClassVar[frozenset[str]] = frozenset({"seeds"})
 
     set: dict[str, Any] = {}
     start: str | None = None
     text: Literal["regenerated", "corpus"] = "regenerated"
+    seeds: tuple[int, ...] = ()
 
 
 class Side(Settings):
-    """A variant at one cell of its matrix; what is left at None is the ablation's default cell."""
+    """A variant at one cell of its matrix; what is left at None is the ablation's default cell.
+
+    Attributes:
+        scores: `slot` takes the head's path scores out, `path` is the head with them; None is the
+            head as it is.
+    """
+
+    optional: ClassVar[frozenset[str]] = frozenset({"scores"})
 
     variant: str
     method: Literal["chain", "tree", "lookup"] | None = None
     builder: str | None = None
     budget: int | None = Field(None, ge=1)
+    scores: Literal["slot", "path"] | None = None
+
+
+class Ratio(Settings):
+    """A row of a table of ratios: tau of `better` over tau of `than`, paired."""
+
+    better: Side
+    than: Side
 
 
 class Claim(Settings):
@@ -60,12 +80,33 @@ class Claim(Settings):
 
 
 class Table(Settings):
-    """One table of the report: its rows, and the claims that it decides."""
+    """One table of the report: its rows, and the claims that it decides.
+
+    Attributes:
+        rows: taus; ratios: of two taus each, by slice with paired intervals.
+    """
+
+    optional: ClassVar[frozenset[str]] = frozenset({"ratios"})
 
     title: str
     source: str | None = None
-    rows: dict[str, Side] = Field(min_length=1)
+    rows: dict[str, Side] = {}
+    ratios: dict[str, Ratio] = {}
     claims: tuple[Claim, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> "Table":
+        if not self.rows and not self.ratios:
+            raise ValueError("rows: give at least one, or ratios")
+        return self
+
+    def sides(self) -> Iterator[Side]:
+        """Every side that is looked at."""
+        yield from self.rows.values()
+        for ratio in self.ratios.values():
+            yield from (ratio.better, ratio.than)
+        for claim in self.claims:
+            yield from (claim.better, claim.than)
 
 
 class AblationConfig(Settings):
@@ -73,11 +114,17 @@ class AblationConfig(Settings):
 
     Attributes:
         base: sections of a run file.
+        measure: `decode` decodes every cell of the evaluation matrix, with speeds; `replay` walks
+            the rounds of every tree along the target's own greedy answers: the same tau at
+            temperature 0, many times faster, and no speeds.
         cell: the cell that a side means where it does not say.
         variants: by name, in the order they are made.
     """
 
+    optional: ClassVar[frozenset[str]] = frozenset({"measure"})
+
     base: dict[str, Any]
+    measure: Literal["decode", "replay"] = "decode"
     cell: Side = Side(variant="", method="tree", builder="best_first", budget=64)
     variants: dict[_Name, Variant] = Field(min_length=1)
     tables: tuple[Table, ...] = Field(min_length=1)
@@ -91,15 +138,42 @@ class AblationConfig(Settings):
         for name, variant in self.variants.items():
             if variant.start is not None and variant.start not in made:
                 raise ValueError(f"{name} starts from {variant.start!r}, which is not made before")
+            if variant.start is not None:
+                begun = self.variants[variant.start].seeds
+                if begun and not (variant.seeds and set(variant.seeds) <= set(begun)):
+                    raise ValueError(f"{name}: give it seeds of {variant.start!r}, its start")
             made.add(name)
         return self
 
     def sides(self) -> Iterator[Side]:
         """Every side that a table or a claim looks at."""
         for table in self.tables:
-            yield from table.rows.values()
-            for claim in table.claims:
-                yield from (claim.better, claim.than)
+            yield from table.sides()
+
+    def members(self, variant: str) -> dict[int | None, str]:
+        """By seed the names of a variant's runs; the seed is None where it has none of its own."""
+        seeds = self.variants[variant].seeds
+        return {seed: f"{variant}.seed{seed}" for seed in seeds} if seeds else {None: variant}
+
+    def variant_of(self, member: str) -> Variant:
+        """The variant that a run belongs to."""
+        return self.variants[self._owners()[member][0]]
+
+    def start_of(self, member: str) -> str | None:
+        """The run whose head this one starts from: of its own seed, where that has several."""
+        name, seed = self._owners()[member]
+        start = self.variants[name].start
+        if start is None:
+            return None
+        begun = self.members(start)
+        return begun[seed if seed in begun else None]
+
+    def _owners(self) -> dict[str, tuple[str, int | None]]:
+        return {
+            member: (name, seed)
+            for name in self.variants
+            for seed, member in self.members(name).items()
+        }
 
     def fill(self, side: Side) -> Side:
         """The side with what it leaves open; a chain has its own builder."""
@@ -113,21 +187,24 @@ class AblationConfig(Settings):
         return parse_config(self.base)
 
     def runs(self) -> dict[str, RunConfig]:
-        """The run of every variant.
+        """The runs of every variant, by name; see `members`.
 
         Raises:
             JetspecError: a setting is unknown or out of range, named with its variant.
         """
         found = {}
         for name, variant in self.variants.items():
-            raw = copy.deepcopy(self.base)
-            for key, value in variant.set.items():
-                _lay(raw, key, value, f"variants.{name}.set")
-            try:
-                found[name] = parse_config(raw)
-            except JetspecError as error:
-                field = f"variants.{name}: {error.field}"
-                raise JetspecError(field, error.value, error.mend) from error
+            for seed, member in self.members(name).items():
+                raw = copy.deepcopy(self.base)
+                for key, value in variant.set.items():
+                    _lay(raw, key, value, f"variants.{name}.set")
+                if seed is not None:
+                    _lay(raw, "training.seed", seed, f"variants.{name}.seeds")
+                try:
+                    found[member] = parse_config(raw)
+                except JetspecError as error:
+                    field = f"variants.{name}: {error.field}"
+                    raise JetspecError(field, error.value, error.mend) from error
         return found
 
 

@@ -5,24 +5,25 @@ variants that share samples or a head share them on disk, and a rerun computes o
 A variant that fails becomes a row with its reason; the others go on.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jetspec import __version__, storage
-from jetspec.ablation.config import AblationConfig, Variant
-from jetspec.ablation.report import Outcome, findings, markdown
+from jetspec.ablation.claims import Outcome
+from jetspec.ablation.config import AblationConfig
+from jetspec.ablation.making import failed, make_member, make_samples
+from jetspec.ablation.report import findings, markdown
+from jetspec.ablation.workers import make_side_by_side
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
-from jetspec.evaluation.matrix import evaluate, read_records
-from jetspec.generation.corpus_text import corpus_samples
-from jetspec.generation.plan import prepare
-from jetspec.generation.regenerate import regenerate
 from jetspec.heads.shipped import head_directory
 from jetspec.records import environment
 from jetspec.stages import StageResult
-from jetspec.training.stage import distil_head
 
 STAGE = "ablations"
+REPORT, FINDINGS = "report.md", "findings.json"
+LEFT_OUT = "left out of this study"
 MakeVariant = Callable[[str, RunConfig, str | None], Outcome]
 """(name, run, the head that training starts from) -> outcome."""
 
@@ -31,76 +32,102 @@ def run_ablation(
     plan: AblationConfig,
     make: MakeVariant | None = None,
     say: Callable[[str], None] = lambda line: None,
+    *,
+    jobs: int = 1,
+    only: Collection[str] = (),
+    stop_after: float | None = None,
 ) -> StageResult:
     """Make and measure every variant, and report.
 
     Args:
-        make: makes one variant; None runs the library's stages in this process.
+        make: makes one run of a variant; None runs the library's stages.
         say: told one line at every variant, and why one failed.
+        jobs: runs made side by side by the library's stages, each in a process.
+        only: variants to make, and those that they start from; empty is all.
+        stop_after: seconds from now when what is not done is left to a later study. The report
+            says so; a later study takes everything up where it was cut.
 
     Returns:
-        facts: `claims` with their verdicts, and `failed` variants with their reasons.
+        facts: `claims` with their verdicts, and `failed` runs with their reasons.
 
     Raises:
         JetspecError: a setting is wrong, or every variant failed.
     """
-    make = make or (lambda name, run, start: _make(plan.variants[name], run, start))
+    stop_at = None if stop_after is None else time.monotonic() + stop_after
+    chosen = _chosen(plan, only)
     base = absolute_storage(plan.base_run())
-    runs = {name: absolute_storage(run) for name, run in plan.runs().items()}
+    runs = {name: absolute_storage(run) for name, run in plan.runs().items() if name in chosen}
     say(f"{len(runs)} variants: output in {base.storage}")
+
+    def start_of(name: str, before: Mapping[str, Outcome]) -> str | None:
+        return _start(plan, name, runs[name], before)
+
+    if make is None and (jobs > 1 or stop_at is not None):
+        made = make_side_by_side(plan, runs, jobs=jobs, stop_at=stop_at, start_of=start_of, say=say)
+    else:
+        made = _one_by_one(plan, runs, make, start_of, say)
+    if all(outcome.failure for outcome in made.values()):
+        failures = "; ".join(f"{n}: {o.failure}" for n, o in made.items())
+        raise JetspecError("ablations", f"all {len(runs)} variants failed", failures)
+    left_out = Outcome((), {}, failure=LEFT_OUT)
+    outcomes = {name: made.get(name, left_out) for name in plan.runs()}
+    return _write_report(plan, base, outcomes)
+
+
+def _one_by_one(
+    plan: AblationConfig,
+    runs: Mapping[str, RunConfig],
+    make: MakeVariant | None,
+    start_of: Callable[[str, Mapping[str, Outcome]], str | None],
+    say: Callable[[str], None],
+) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     for number, (name, run) in enumerate(runs.items(), 1):
         say(f"variant {number} of {len(runs)}: {name}")
         try:
-            outcomes[name] = make(name, run, _start(plan.variants[name], run, outcomes))
+            start = start_of(name, outcomes)
+            if make is not None:
+                outcomes[name] = make(name, run, start)
+            else:
+                samples = make_samples(plan, name, run)
+                outcomes[name] = make_member(plan, name, run, start, samples)
         except Exception as error:  # whatever one variant dies of must not end the others
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            say(f"variant {name} failed: {first}")
-            outcomes[name] = Outcome((), {}, failure=first[:300])
-    if all(outcome.failure for outcome in outcomes.values()):
-        failures = "; ".join(f"{n}: {o.failure}" for n, o in outcomes.items())
-        raise JetspecError("ablations", f"all {len(runs)} variants failed", failures)
-    return _write_report(plan, base, outcomes)
+            outcomes[name] = failed(error)
+            say(f"variant {name} failed: {outcomes[name].failure}")
+    return outcomes
 
 
-def outcome(samples: StageResult, head: StageResult, measured: StageResult) -> Outcome:
-    """A variant whose stages are done."""
-    figures = ("tau_estimate", "steps", "parameters", "loss", "seconds")
-    facts = {
-        "samples_uri": samples.uri,
-        "head_uri": head.uri,
-        "evaluation_uri": measured.uri,
-        "evaluation_key": measured.key,
-        **{figure: head.facts.get(figure) for figure in figures},
-    }
-    return Outcome(read_records(measured.uri), facts)
+def _chosen(plan: AblationConfig, only: Collection[str]) -> set[str]:
+    """Names of the runs to make."""
+    wanted = set(only) or set(plan.variants)
+    for name in only:
+        if name not in plan.variants:
+            known = ", ".join(plan.variants)
+            raise JetspecError("--only", name, f"no variant is called so; choose from {known}")
+    # Starts stand before what starts from them: backwards, one pass finds them all.
+    for name, variant in reversed(plan.variants.items()):
+        if name in wanted and variant.start is not None:
+            wanted.add(variant.start)
+    return {member for name in wanted for member in plan.members(name).values()}
 
 
-def _make(variant: Variant, run: RunConfig, start: str | None) -> Outcome:
-    """A variant by the library's own stages, one after another in this process."""
-    if variant.text == "corpus":
-        samples = corpus_samples(run)
-    else:
-        manifest, stage = regenerate(run), prepare(run)
-        samples = StageResult("samples", stage.uri, stage.key, reused=False, facts=manifest)
-    head = distil_head(run, samples.uri, warm_start=start)
-    return outcome(samples, head, evaluate(run, head.uri))
-
-
-def _start(variant: Variant, run: RunConfig, before: dict[str, Outcome]) -> str | None:
+def _start(
+    plan: AblationConfig, name: str, run: RunConfig, before: Mapping[str, Outcome]
+) -> str | None:
     """The head that training starts from: another variant's, else the run's own warm start."""
-    if variant.start is None:
+    other = plan.start_of(name)
+    if other is None:
         start = run.training.warm_start
         return None if start is None else head_directory(start)
-    if before[variant.start].failure:
-        raise JetspecError("start", variant.start, "that variant failed")
-    return str(before[variant.start].facts["head_uri"])
+    if before[other].failure:
+        raise JetspecError("start", other, "that variant failed")
+    return str(before[other].facts["head_uri"])
 
 
 def _write_report(
     plan: AblationConfig, base: RunConfig, outcomes: dict[str, Outcome]
 ) -> StageResult:
-    """`report.md` and `findings.json` under the storage, named by all they rest on."""
+    """The report and its figures under the storage, named by all they rest on."""
     shape = {
         "plan": plan.model_dump(mode="json"),
         "evaluations": {
@@ -116,8 +143,8 @@ def _write_report(
         found = findings(plan, outcomes)
         made_on = environment()
         document = {**shape, **found, "environment": made_on}
-        storage.write_json(storage.join(uri, "findings.json"), document)
-        with storage.atomic_write(storage.join(uri, "report.md"), "w") as file:
+        storage.write_json(storage.join(uri, FINDINGS), document)
+        with storage.atomic_write(storage.join(uri, REPORT), "w") as file:
             file.write(markdown(plan, found, made_on))
         claims = [claim for table in found["tables"] for claim in table["claims"]]
         failed = {name: o.failure for name, o in outcomes.items() if o.failure}
@@ -126,6 +153,17 @@ def _write_report(
     manifest = storage.read_manifest(uri, kind=STAGE)
     facts = {name: manifest[name] for name in ("claims", "failed")}
     return StageResult(STAGE, uri, key, reused, facts)
+
+
+def copy_report(uri: str, directory: str) -> None:
+    """The report and its figures in a directory of the user's; what lies there is replaced."""
+    for name in (REPORT, FINDINGS):
+        fs, path = storage.filesystem(storage.join(uri, name))
+        with (
+            fs.open(path, "rb") as source,
+            storage.atomic_write(storage.join(directory, name)) as file,
+        ):
+            file.write(source.read())
 
 
 def absolute_storage(run: RunConfig) -> RunConfig:

@@ -104,8 +104,9 @@ class EngineHead:
             )  # fmt: skip
             raise JetspecError(f"head.{name}", value, "only the reference loop decodes it")
         if config.edge_normaliser != "candidates":
-            value = config.edge_normaliser
-            raise JetspecError("head.edge_normaliser", value, "only the reference loop decodes it")
+            raise JetspecError(
+                "head.edge_normaliser", config.edge_normaliser, "only the reference loop decodes it"
+            )
         assert config.num_attention_heads and config.num_key_value_heads
         assert config.rms_norm_eps and config.head_dim
         self.head, self.products, self.eps = head, products, config.rms_norm_eps
