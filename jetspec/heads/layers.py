@@ -100,7 +100,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask) 
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(mask, BlockMask):
-        out = _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=True)
+        # Inside a compiled layer it is compiled with what surrounds it.
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        out = flex(query, key, value, block_mask=mask, enable_gqa=True)
     else:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask[:, None], enable_gqa=True
