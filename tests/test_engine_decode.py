@@ -49,7 +49,7 @@ def test_plain_decoding_equals_the_reference_with_more_prompts_than_slots(arch) 
 def test_prompts_that_wait_for_a_group_are_answered_all_the_same(monkeypatch) -> None:
     model = target("llama")
     asked = [*PROMPTS, [9, 8], [3, 4, 5]]
-    plain = engine_for(model, None).decode(asked, max_new_tokens=3).generations
+    plain = decode(model, asked, max_new_tokens=2).generations
     read = []
     monkeypatch.setattr("jetspec.engine.engine.ADMITTED_SHARE", 1)
     engine = engine_for(model, None, slots=3)
@@ -57,7 +57,7 @@ def test_prompts_that_wait_for_a_group_are_answered_all_the_same(monkeypatch) ->
     monkeypatch.setattr(
         engine, "_admit", lambda group, job: (read.append(len(group)), admit(group, job))
     )
-    grouped = engine.decode(asked, max_new_tokens=3).generations
+    grouped = engine.decode(asked, max_new_tokens=2).generations
     assert [g.tokens for g in grouped] == [g.tokens for g in plain]
     assert read == [3, 2], "the fourth prompt did not wait for the fifth"
 
