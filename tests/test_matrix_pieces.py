@@ -68,7 +68,7 @@ def test_scores_are_cells_of_their_own_and_change_no_other_key() -> None:
     assert {c.key for c in plain} & {c.key for c in twice} == {c.key for c in twice[:3]}
     assert Cell("tree", "best_first", 16, 1, "math", 0.0).key == "tree-16-b1-math-t0-c2f97d64"
     assert "scores" not in plain[3].as_json() and twice[3].as_json()["scores"] == "slot"
-    for name in ("scores", "reference_batch", "plain_batches", "hf_eager_batches"):
+    for name in ("scores", "reference_batch", "method_batches"):
         assert name not in config.model_dump(mode="json")
 
 
@@ -107,7 +107,9 @@ def test_baselines_decode_fewer_batches_and_are_compared_on_those() -> None:
         seen.append(requests[0].request_id)
         return runner(round_seconds=0.1 if len(seen) < 3 else 9.0)(requests, limit)
 
-    config = EvaluationConfig(**QUICK, reference_batch=1, plain_batches=2, hf_eager_batches=1)
+    config = EvaluationConfig(
+        **QUICK, reference_batch=1, method_batches={"plain": 2, "hf_eager": 1}
+    )
     runners = {
         Cell("plain", None, 0, 1, "math", 0.0): slow_later,
         Cell("hf_eager", None, 0, 1, "math", 0.0): runner(),
@@ -133,18 +135,20 @@ def test_baselines_decode_fewer_batches_and_are_compared_on_those() -> None:
 
 def test_a_baseline_of_fewer_batches_needs_answers_to_all_prompts() -> None:
     with pytest.raises(ValidationError, match="set reference_batch"):
-        EvaluationConfig(plain_batches=2)
+        EvaluationConfig(method_batches={"plain": 2})
+    with pytest.raises(ValidationError, match="at least 1 batch of tree"):
+        EvaluationConfig(method_batches={"tree": 0, "hf_eager": 0})
 
 
 def test_no_batches_leave_hugging_face_out() -> None:
-    config = EvaluationConfig(hf_eager_batches=0)
+    config = EvaluationConfig(method_batches={"hf_eager": 0})
     assert "hf_eager" not in {c.method for c in cells(config, ["math"], head_depth=7)}
 
 
 def test_every_cell_is_checked_against_the_shared_answers() -> None:
     """The plain cell too: its text is one of the outputs that must be right."""
     wrong = {**TEXTS["outputs"], "math-1": [3] * 24}
-    config = EvaluationConfig(**QUICK, reference_batch=1, plain_batches=1)
+    config = EvaluationConfig(**QUICK, reference_batch=1, method_batches={"plain": 1})
     cell = Cell("tree", "best_first", 8, 1, "math", 0.0)
     plain = Cell("plain", None, 0, 1, "math", 0.0)
     runners = {plain: runner(), cell: runner(tau=2)}
@@ -163,7 +167,7 @@ def test_every_cell_is_checked_against_the_shared_answers() -> None:
 
 
 def test_a_cut_group_goes_on_with_the_batch_that_was_missing(tmp_path) -> None:
-    config = EvaluationConfig(**QUICK, repeats=2, reference_batch=1, plain_batches=2)
+    config = EvaluationConfig(**QUICK, repeats=2, reference_batch=1, method_batches={"plain": 2})
     calls: list[tuple[str, str]] = []
 
     def counted(method: str, stop_at: int | None, **shape):
@@ -208,7 +212,7 @@ def test_a_damaged_turn_is_taken_again(tmp_path) -> None:
 
 
 def test_answers_are_decoded_once_for_all_matrices_of_a_run(tmp_path, monkeypatch) -> None:
-    few = {"methods": ["tree"], "reference_batch": 2, "hf_eager_batches": 0, "plain_batches": 1}
+    few = {"methods": ["tree"], "reference_batch": 2, "method_batches": {"hf_eager": 0, "plain": 1}}
     config, head = tiny_run(tmp_path, **few)
     records = read_records(evaluate(config, head).uri)
     (manifest,) = (tmp_path / "runs" / "answers").glob("*/manifest.json")

@@ -36,7 +36,7 @@ def serving_table(
         if r["status"] == "ok" and r["temperature"] == temperature and _checked(r)
     ]
     for batch_size in sorted({r["batch_size"] for r in good}):
-        speeds = _speeds([r for r in good if r["batch_size"] == batch_size])
+        speeds = speeds_by_choice([r for r in good if r["batch_size"] == batch_size])
         plain = speeds.get(("plain", None, 0, None))
         if plain is None:
             continue
@@ -119,7 +119,7 @@ def _choice(record: Record) -> Choice:
     return record["method"], record["builder"], record["budget"], record.get("scores")
 
 
-def _speeds(records: Sequence[Record]) -> dict[Choice, float]:
+def speeds_by_choice(records: Sequence[Record]) -> dict[Choice, float]:
     """Pooled tokens a second of every method that covers plain decoding's slices.
 
     Where plain decoding had fewer batches of a slice than the others, all count on those alone.

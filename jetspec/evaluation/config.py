@@ -51,8 +51,8 @@ class EvaluationConfig(SamplingSettings):
         reference_batch: decode every prompt plainly once, so many side by side, and check every
             cell's text against that (`answers.py`); None checks against the `plain` cell of the
             same group.
-        plain_batches, hf_eager_batches: a baseline decodes so many of a cell's batches, the first
-            ones, and is compared on those; None is all. 0 leaves out Hugging Face's `generate`.
+        method_batches: methods that decode fewer of a cell's batches than the others, the first so
+            many, and are compared on those; `hf_eager: 0` leaves out Hugging Face's `generate`.
         repeats: times every batch of prompts is decoded; times are averaged.
         near_tie_ulps: in bf16, a first difference between tokens whose logits lie within this many
             units in the last place of the larger one is a near tie, not an error.
@@ -70,8 +70,7 @@ class EvaluationConfig(SamplingSettings):
         "rank_rates",
         "scores",
         "reference_batch",
-        "plain_batches",
-        "hf_eager_batches",
+        "method_batches",
     }
 
     backend: Backend = "reference"
@@ -98,8 +97,7 @@ class EvaluationConfig(SamplingSettings):
     max_batches: int | None = Field(None, ge=1)
     scores: tuple[Literal["slot", "path"], ...] | None = Field(None, min_length=1)
     reference_batch: int | None = Field(None, ge=1)
-    plain_batches: int | None = Field(None, ge=1)
-    hf_eager_batches: int | None = Field(None, ge=0)
+    method_batches: dict[Method | Literal["hf_eager"], Annotated[int, Field(ge=0)]] = {}
     warmup_prompts: int = Field(1, ge=0)
     warmup_tokens: int = Field(8, ge=1)
     repeats: int = Field(1, ge=1)
@@ -115,9 +113,13 @@ class EvaluationConfig(SamplingSettings):
             raise ValueError("the method `tree` needs at least one budget and one builder")
         if "draft_model" in self.methods and self.draft_model is None:
             raise ValueError("the method `draft_model` needs draft_model.source; set it")
-        if self.plain_batches is not None and self.reference_batch is None:
+        none = {name for name, most in self.method_batches.items() if not most} - {"hf_eager"}
+        if none:
+            raise ValueError(f"method_batches: at least 1 batch of {min(none)}")
+        if "plain" in self.method_batches and self.reference_batch is None:
             raise ValueError(
-                "plain_batches leaves prompts without a text to compare with; set reference_batch"
+                "method_batches of plain leave prompts without a text to compare with; set "
+                "reference_batch"
             )
         return self
 
@@ -166,7 +168,7 @@ class EvaluationConfig(SamplingSettings):
 
     def batches_of(self, method: str) -> int | None:
         """Batches of a cell that `method` decodes at most; None is all of them."""
-        return {"plain": self.plain_batches, "hf_eager": self.hf_eager_batches}.get(method)
+        return dict(self.method_batches).get(method)  # type: ignore[call-overload]
 
     @property
     def needs_head(self) -> bool:

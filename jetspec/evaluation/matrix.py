@@ -39,7 +39,7 @@ from jetspec.storage import (
     write_json,
     write_manifest,
 )
-from jetspec.targets.load import load_target, target_fingerprint
+from jetspec.targets.load import load_target, target_directory, target_fingerprint
 
 if TYPE_CHECKING:
     from jetspec.evaluation.engines import Engines
@@ -150,6 +150,7 @@ def make_plan(config: RunConfig, head_uri: str | None, *, other_target: bool = F
         shape["draft_model"] = model
     key = content_hash(shape)
     facts = {
+        "target_name": target_directory(config.target)[1],
         "target_fingerprint": fingerprint,
         "prompts_hash": found.hash,
         "head_uri": head_uri,
@@ -281,13 +282,13 @@ def finish(plan: Plan, config: RunConfig) -> StageResult:
     return StageResult(STAGE, plan.uri, plan.key, reused=False, facts=_facts(manifest))
 
 
-def read_records(uri: str) -> list[CellRecord]:
-    """Records of a complete matrix, in its order.
+def read_records(uri: str, kind: str = STAGE) -> list[CellRecord]:
+    """Records of a complete matrix, in its order; kind: what its manifest says it is.
 
     Raises:
         JetspecError: the matrix is incomplete, or a record is missing or altered.
     """
-    manifest = read_manifest(uri, kind=STAGE)
+    manifest = read_manifest(uri, kind=kind)
     return [read_json(join(uri, f"cell-{key}.json")) for key in manifest["cells"]]
 
 

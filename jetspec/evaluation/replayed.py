@@ -40,8 +40,7 @@ _ALONE: dict[str, Any] = {
     "batch_sizes": (1,),
     "temperatures": (0.0,),
     "max_batches": None,
-    "plain_batches": None,
-    "hf_eager_batches": 0,
+    "method_batches": {"hf_eager": 0},
 }
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 
