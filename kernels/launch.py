@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 _state = {"overlap": True}
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -22,6 +23,15 @@ def enter(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc) in fp32. Triton's interpreter multiplies bf16 as integers: it gets fp32."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import dependent, enter
+from kernels.launch import dependent, dot, enter
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _product(
         for start in tl.range(first, first + part_k, STEP):
             w = w_ptr.load([tl.program_id(1) * OUTPUTS, start])
             x = x_ptr.load([tl.program_id(0) * TOKENS, start])
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            acc = dot(w, tl.trans(x), acc)
     else:
         # Rows beyond the end read a real one and are never stored: cheaper than masks. Tokens are
         # spread, since many copies of one row would wait for the same lines of the L2 cache.
@@ -43,7 +43,7 @@ def _product(
         w_at = w_ptr + row[:, None] * k + first + step[None, :]
         x_at = x_ptr + (token % m).to(tl.int64)[None, :] * k + first + step[:, None]
         for _ in tl.range(0, part_k, STEP):
-            acc = tl.dot(tl.load(w_at), tl.load(x_at), acc, input_precision="ieee")
+            acc = dot(tl.load(w_at), tl.load(x_at), acc)
             w_at += STEP
             x_at += STEP
     out = out_ptr + (part.to(tl.int64) * m + token[None, :]) * n + output[:, None]

@@ -8,9 +8,9 @@ on test one packed bit per (node, row of this round).
 The query heads that share a KV head are stacked: row r of a KV head is node r // group, head
 r % group. Keys are cut at fixed positions into splits that run side by side; each leaves an
 unnormalised output with its maximum and sum, and a second kernel merges them in a fixed order.
-The cuts depend on a sequence's own prefix length, and a tile's columns are always the same
-positions: neither the rest of the batch nor a capture's shapes change a row's bits. `exact` takes
-the same cuts for any number of nodes too; otherwise many rows are cut less often than few.
+A tile's columns are always the same positions, but a node's ancestors stand in other columns than
+the same tokens do once committed, and many rows are cut less often than few: bits that depend on
+neither are `exact_attention`'s.
 """
 
 import math
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import dependent, enter
+from kernels.launch import dependent, dot, enter
 
 MERGE = 8
 """Splits merged at once; a constant of the reduction order, not a tuning knob."""
@@ -64,7 +64,7 @@ def plan_for(nodes: int, group: int, programs: int, page_size: int, item_bytes: 
     return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
 
 
-def splits_for(programs: int, exact: bool) -> tuple[int, int]:
+def splits_for(programs: int) -> tuple[int, int]:
     """(shortest split in rows of KV, most splits of a prefix).
 
     A split doubles with the context until that many cover the prefix. Few programs need many
@@ -72,9 +72,8 @@ def splits_for(programs: int, exact: bool) -> tuple[int, int]:
 
     Args:
         programs: of one split: tiles of query rows x KV heads x sequences.
-        exact: cuts that depend on neither.
     """
-    if exact or programs <= FEW_PROGRAMS:
+    if programs <= FEW_PROGRAMS:
         return 256, 24
     return (512, 12) if programs <= 96 else (1024, 12)
 
@@ -103,7 +102,7 @@ def _tile(source, line, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DESCRIPTORS:
 @triton.jit
 def _step(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
     """Fold one tile into the running output. q [R, H], k [T, H], v [T, H], allowed bool [R, T]."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = dot(q, tl.trans(k)) * scale
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -112,7 +111,7 @@ def _step(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
     weight = tl.exp2(scores - base[:, None])
     keep = tl.exp2(top - base)
     acc = acc * keep[:, None]
-    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+    acc = dot(weight.to(v.dtype), v, acc)
     return acc, new_top, total * keep + tl.sum(weight, 1)
 
 
@@ -288,7 +287,6 @@ def tree_attention(
     plan: Plan | None = None,
     split: int | None = None,
     max_splits: int | None = None,
-    exact: bool = False,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -307,7 +305,6 @@ def tree_attention(
         scale: 1 / sqrt(head_dim) when None.
         split, max_splits: other cuts than `splits_for` gives. With `max_splits` large they lie at
             multiples of `split` whatever the length.
-        exact: cuts that do not depend on the number of nodes.
 
     Raises:
         ValueError: shapes that the kernel has no path for.
@@ -317,7 +314,7 @@ def tree_attention(
     group = heads // kv_heads
     plan = plan or plan_for(nodes, group, kv_heads * batch, page_size, q.element_size())
     row_tiles = triton.cdiv(nodes * group, plan.rows)
-    usual = splits_for(row_tiles * kv_heads * batch, exact)
+    usual = splits_for(row_tiles * kv_heads * batch)
     split, max_splits = split or usual[0], max_splits or usual[1]
     if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
         raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")

@@ -188,6 +188,19 @@ def _pack_ancestors(
     tl.store(out, bits, mask=(node < nodes)[:, None] & (word < WORDS)[None, :])
 
 
+@triton.jit
+def _list_ancestors(
+    parents_ptr, sizes_ptr, out_ptr, nodes, count, ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
+    tree = tl.program_id(1)
+    node = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = tl.where(node < tl.load(sizes_ptr + tree), node, -1).to(tl.int32)
+    for step in tl.range(0, count):
+        tl.store(out_ptr + (tree * nodes + node) * count + step, here, mask=node < nodes)
+        here = tl.load(parents_ptr + tree * nodes + here, mask=here >= 0, other=-1).to(tl.int32)
+
+
 @dataclass(frozen=True)
 class BuiltTree:
     """A batch of trees, root first, (depth, parent, rank) order; the fields of `trees.tree.Tree`.
@@ -261,3 +274,18 @@ def pack_ancestors(parents: Tensor, sizes: Tensor, max_depth: int) -> Tensor:
         **dependent(),
     )  # fmt: skip
     return bits
+
+
+def list_ancestors(parents: Tensor, sizes: Tensor, count: int) -> Tensor:
+    """int32 [B, N, count]: a row, its parent, its grandparent, ..., -1 above the root.
+
+    Args:
+        parents: long [B, N], -1 at the root. sizes: long [B]; rows beyond are all -1.
+    """
+    batch, nodes = parents.shape
+    out = torch.empty(batch, nodes, count, dtype=torch.int32, device=parents.device)
+    rows = 32
+    _list_ancestors[(triton.cdiv(nodes, rows), batch)](
+        parents, sizes, out, nodes, count, ROWS=rows, num_warps=1, **dependent()
+    )
+    return out

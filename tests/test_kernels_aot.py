@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import torch
 from kernels import (
-    aot, commit, distillation, launch, mlp, norms, place, rope, small_gemm, topk, tree_attention,
-    tree_build,
+    aot, commit, distillation, exact_attention, launch, mlp, norms, place, rope, small_gemm, topk,
+    tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -52,6 +52,18 @@ def attention_all():
     attention(129, 128, False, False)
     attention(129, 64, False, False)
     attention(129, 128, False, True)
+
+
+def exact_all():
+    ints = torch.zeros(2, dtype=torch.int32)
+    for nodes, head_dim in ((1, 128), (129, 128), (129, 64)):
+        kv = bf16(4, 8, 64, head_dim)
+        exact_attention.exact_attention(
+            bf16(2, nodes, 32, head_dim), kv, kv, ints.view(2, 1), ints, ints,
+            torch.zeros(2 * nodes, dtype=torch.int32),
+            torch.zeros(2, nodes, 32, dtype=torch.int32), max_context=8192,
+        )
+    tree_build.list_ancestors(longs(2, 129), longs(2), 32)
 
 
 def gemm_all():
@@ -113,6 +125,7 @@ def distillation_all():
 
 
 CASES = {
+    "exact": (exact_all, exact_attention, "_attend_committed", "_finish"),
     "attention": (attention_all, tree_attention, "_attend", "_merge"),
     "gemm": (gemm_all, small_gemm, "_product"),
     "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
@@ -127,6 +140,8 @@ recorders = record(module, *names)
 if sys.argv[1] == "fusions":
     recorders += record(mlp, "_silu_mul")
     recorders += record(rope, "_qkv_to_cache", "_context_to_caches")
+if sys.argv[1] == "exact":
+    recorders += record(tree_build, "_list_ancestors")
 if sys.argv[1] == "commit":
     recorders += record(place, "_place", "_gather")
 case()
@@ -139,7 +154,10 @@ for recorder in recorders:
 """
 
 
-KERNELS = ["attention", "gemm", "trees", "commit", "topk", "distillation", "fusions"]
+KERNELS = ["attention", "exact", "gemm", "trees", "commit", "topk", "distillation", "fusions"]
+
+
+MATRIX_KERNELS = ("_attend", "_attend_committed", "_product")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -154,5 +172,5 @@ def test_compiles_for_hopper(kernel) -> None:
     assert lines and all(target == "True" for _, target, _ in lines)
     # The matrix kernels use Hopper's own matrix instruction, whatever the number of rows: another
     # instruction would sum in another order.
-    products = [wgmma for name, _, wgmma in lines if name in ("_attend", "_product")]
+    products = [wgmma for name, _, wgmma in lines if name in MATRIX_KERNELS]
     assert all(wgmma == "True" for wgmma in products)

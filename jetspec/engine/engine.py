@@ -8,7 +8,7 @@ A stop found that way costs one discarded round of its slot.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from jetspec.heads.parallel import ParallelHead
 from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
+from kernels.exact_attention import TAIL
 
 PAGE_SIZE = 64
 SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
@@ -85,7 +86,9 @@ class Engine:
         tree: shape of the draft; None is a chain.
         max_rows: longest sequence: prompt, answer and the nodes of the rounds under way.
         pages: pages of keys and values; None is enough for every slot at its longest.
-        exact: bitwise mode: a row's bits do not depend on what shares its pass.
+        exact: bitwise mode: a row's bits depend on its own sequence alone, so plain, chain and
+            tree decoding give equal tokens at every batch. The head's own passes stay fast: a
+            draft decides how much is accepted, never what.
         products: which matrix products run; None follows `exact`.
         graphs: capture the round as a CUDA graph; None does so on a GPU.
         ahead: rounds enqueued before the oldest is read; None is 1 on a GPU.
@@ -125,11 +128,15 @@ class Engine:
         if shared is None:
             products = products or Products(exact=exact)
             model = EngineModel(target, max_rows=max_rows, products=products)
-            drafts = EngineHead(head, max_rows=max_rows, products=products) if head else None
+            fast = replace(products, exact=False)
+            drafts = EngineHead(head, max_rows=max_rows, products=fast) if head else None
             cache = model.new_cache(slots, max_rows, page_size, pages)
             shared = Shared(model, drafts, cache)
         self.model, self.cache = shared.model, shared.cache
         engine_head = shared.head if head else None
+        if self.model.products.exact and draft_depth(engine_head, tree) >= TAIL:
+            mend = f"the bitwise mode drafts at most {TAIL - 1} levels"
+            raise JetspecError("tree.depth", draft_depth(engine_head, tree), mend)
         self.state = State.idle(slots, draft_depth(engine_head, tree), target.device, forced)
         self.round = Round(
             self.model, engine_head, tree, sampling, self.cache, self.state, max_rows

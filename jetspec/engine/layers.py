@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.exact_attention import exact_attention
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
 from kernels.rope import qkv_to_cache
@@ -26,6 +27,7 @@ class Rows:
         prefix, counts: int32 [B], committed rows and this pass's rows.
         bits: int32 [B, N, words], who sees whom; None is causal.
         max_context: no prefix plus rows is longer.
+        ancestors: int32 [B, N, TAIL], who sees whom in the bitwise mode; None is causal.
     """
 
     batch: int
@@ -37,6 +39,7 @@ class Rows:
     counts: Tensor
     bits: Tensor | None
     max_context: int
+    ancestors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Products:
     """Which matrix product runs.
 
     Attributes:
-        exact: one reduction order whatever the number of rows, so that a row's bits do not depend
-            on how many rows share the pass.
+        exact: one reduction order whatever the number of rows and wherever they lie, so that a
+            row's bits depend on its own sequence alone.
         small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
         light: take cuBLASLt's choice of kernel where the rows fill no whole tiles of 64.
     """
@@ -154,12 +157,15 @@ def run_layer(
         rows.cache_rows, heads=layer.heads, bias=layer.qkv_bias, q_norm=layer.q_norm,
         k_norm=layer.k_norm, eps=layer.eps,
     )  # fmt: skip
-    attended = tree_attention(
-        q.view(rows.batch, rows.nodes, layer.heads, -1), keys, values, rows.table, rows.prefix,
-        rows.counts, rows.bits, max_context=rows.max_context,
-        exact=products.exact,
-    )  # fmt: skip
-    x = product(attended.view(len(q), -1), layer.out, products)
+    q = q.view(rows.batch, rows.nodes, layer.heads, -1)
+    where = (keys, values, rows.table, rows.prefix, rows.counts)
+    if products.exact:
+        attended = exact_attention(
+            q, *where, rows.positions, rows.ancestors, max_context=rows.max_context
+        )
+    else:
+        attended = tree_attention(q, *where, rows.bits, max_context=rows.max_context)
+    x = product(attended.view(len(normed), -1), layer.out, products)
     normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
     gated = silu_mul(product(normed, layer.gate_up, products), dtype=normed.dtype)
     return product(gated, layer.down, products), residual

@@ -13,6 +13,7 @@ from jetspec.targets.target import Target
 from kernels.norms import add_rms_norm
 from kernels.place import gather_rows
 from kernels.rope import context_to_caches
+from kernels.small_gemm import gemm_plan
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -43,6 +44,8 @@ class EngineModel:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
         self.layers = [Layer.from_module(m, self.heads, self.eps) for m in base.layers]
+        if products.exact:
+            require_steps(self.layers[0])
         self.embedding = base.embed_tokens.weight
         self.norm = base.norm.weight
         self.rope_table = rope_table(
@@ -77,10 +80,10 @@ class EngineModel:
         )
         return hidden, [outputs[tap] for tap in taps]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, products: Products | None = None) -> Tensor:
         """hidden [T, d] -> [T, V], in the model's type: rounding is the target's own."""
         weight = self.target.model.get_output_embeddings().weight
-        return product(hidden, weight, self.products, whole=True)
+        return product(hidden, weight, products or self.products, whole=True)
 
 
 class EngineHead:
@@ -176,6 +179,17 @@ def run_layers(
         x, residual = run_layer(layer, normed, residual, *cache.layer(index), rope, rows, products)
     hidden, last = add_rms_norm(x, residual, norm, layers[0].eps)
     return hidden, outputs | {len(layers) - 1: last}
+
+
+def require_steps(layer: Layer) -> None:
+    """Refuse weights that the bitwise mode's product cannot cut into whole steps."""
+    for weight in (layer.qkv, layer.out, layer.down):
+        step = gemm_plan(1, len(weight), weight.element_size()).step
+        if weight.shape[1] % step:
+            raise JetspecError(
+                "engine.exact", True, f"a weight has {weight.shape[1]} inputs; the bitwise mode "
+                f"needs multiples of {step}; leave it off",
+            )  # fmt: skip
 
 
 def rope_table(frequencies: Tensor, factor: float, positions: int) -> Tensor:

@@ -4,7 +4,7 @@ Every tensor has a fixed shape and address, so that a round can be one CUDA grap
 the device. Plain decoding and chains are the same round with smaller trees.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,10 @@ from jetspec.engine.paged_cache import PagedCache
 from jetspec.sampling import SamplingParams, sample
 from jetspec.trees.config import TreeConfig
 from kernels.commit import accept_greedy, advance, compact_kv
+from kernels.exact_attention import TAIL
 from kernels.place import gather_rows, place_rows
 from kernels.topk import topk_logsumexp
-from kernels.tree_build import BuiltTree, build_best_first, pack_ancestors
+from kernels.tree_build import BuiltTree, build_best_first, list_ancestors, pack_ancestors
 
 
 @dataclass
@@ -136,7 +137,8 @@ class Round:
         assert self.head is not None
         model, edges = self.model, self.head.head.edges
         batch = len(hidden)
-        logits = model.logits(hidden.flatten(0, 1).contiguous().to(model.embedding.dtype))
+        rows = hidden.flatten(0, 1).contiguous().to(model.embedding.dtype)
+        logits = model.logits(rows, self.head.products)
         width = min(self.tree.width, logits.shape[-1], 32)
         ranked = self.tree.builder == "chain" and edges is None
         best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width, sums=not ranked)
@@ -153,10 +155,13 @@ class Round:
 
     def verify(self, tree: BuiltTree) -> tuple[Tensor, list[Tensor]]:
         """(the target's token after every node, long [B, N]; each tap [B N, d])."""
-        bits = None  # a chain is causal
+        bits = ancestors = None  # a chain is causal
         if self.tree.builder != "chain" and self.nodes > 1:
-            bits = pack_ancestors(tree.parents, tree.sizes, self.depth)
-        rows = self.rows(self.nodes, bits, tree.depths, tree.sizes)
+            if self.model.products.exact:
+                ancestors = list_ancestors(tree.parents, tree.sizes, TAIL)
+            else:
+                bits = pack_ancestors(tree.parents, tree.sizes, self.depth)
+        rows = replace(self.rows(self.nodes, bits, tree.depths, tree.sizes), ancestors=ancestors)
         hidden, taps = self.model.forward(tree.tokens.flatten(), rows, self.cache, self.taps)
         logits = self.model.logits(hidden)
         if self.sampling.greedy:

@@ -51,7 +51,7 @@ class Problem:
     ) -> list[Callable[[], Tensor]]:
         rows = self.nodes * HEADS // KV_HEADS
         tiles = -(-rows // (plan.rows if plan else 64))
-        usual = splits_for(tiles * KV_HEADS * self.batch, exact=False)
+        usual = splits_for(tiles * KV_HEADS * self.batch)
         split, max_splits = split or usual[0], max_splits or usual[1]
         splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits)
         rows = self.batch * self.nodes * HEADS

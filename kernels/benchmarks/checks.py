@@ -9,11 +9,12 @@ from kernels import reference
 from kernels.benchmarks.attention import Problem
 from kernels.benchmarks.inputs import random_edges
 from kernels.commit import accept_greedy, compact_kv
+from kernels.exact_attention import TAIL, exact_attention
 from kernels.norms import add_rms_norm
 from kernels.small_gemm import GemmPlan, small_gemm
 from kernels.topk import topk_logsumexp
-from kernels.tree_attention import Plan, tree_attention
-from kernels.tree_build import build_best_first, pack_ancestors
+from kernels.tree_attention import Plan
+from kernels.tree_build import build_best_first, list_ancestors, pack_ancestors
 
 BF16 = torch.bfloat16
 
@@ -26,26 +27,44 @@ def attention_checks() -> Iterator[tuple[str, float, float]]:
         yield f"attention {batch}x{nodes} after {context}", problem.error(), 1e-2
 
 
+def tree_bits(context: int, nodes: int = 129) -> float:
+    """Largest difference between the nodes of a tree and the same rows committed, one by one.
+
+    Every node is attended again behind a prefix that ends with its path, alone and under other
+    launch shapes.
+    """
+    problem = Problem(1, nodes, context)
+    keys, values = problem.cache.layers[0]
+    table, prefix, q = problem.cache.table, problem.cache.prefix, problem.q
+    tokens, edges = random_edges(1, 15, 32, path=True)
+    tree = build_best_first(tokens, edges, tokens[:, 0, 0], nodes - 1)
+    ancestors = list_ancestors(tree.parents, tree.sizes, TAIL)
+    places = (prefix[:, None] + tree.depths).flatten().int()
+    counts = tree.sizes.int()
+    whole = exact_attention(
+        q, keys, values, table, prefix, counts, places, ancestors, max_context=context + nodes
+    )
+    paths = ancestors[0].tolist()
+    one, worst = torch.ones_like(counts), 0.0
+    for node in range(0, int(tree.sizes), 7):
+        path = [step for step in reversed(paths[node]) if step >= 0]
+        kv = torch.stack([keys, values])[None]
+        steps = torch.tensor([path], device="cuda")
+        compact_kv(kv, table, prefix, steps, torch.tensor([len(path)], device="cuda"))
+        place = prefix + len(path) - 1
+        for plan in (None, Plan(64, 64, 4, 2), Plan(128, 64, 8, 3, True)):
+            alone = exact_attention(
+                q[:, node : node + 1].contiguous(), kv[0, 0], kv[0, 1], table, place, one, place,
+                None, max_context=context + 64, plan=plan,
+            )  # fmt: skip
+            worst = max(worst, float((alone[0, 0].float() - whole[0, node].float()).abs().max()))
+    return worst
+
+
 def bit_checks() -> Iterator[tuple[str, float, float]]:
     """Largest difference between launches that must agree bit for bit."""
-    problem = Problem(1, 129, 3000)
-    keys, values = problem.cache.layers[0]
-    args = (keys, values, problem.cache.table, problem.cache.prefix)
-
-    def run(rows: int, plan: Plan) -> torch.Tensor:
-        counts = torch.full_like(problem.counts, rows)
-        return tree_attention(
-            problem.q[:, :rows].contiguous(), *args, counts, problem.bits[:, :rows].contiguous(),
-            max_context=4000, plan=plan, exact=True,
-        )  # fmt: skip
-
-    base = run(129, Plan(128, 64, 8, 3))
-    for rows, plan in [
-        (129, Plan(64, 64, 4, 2)), (129, Plan(128, 64, 8, 3, True)),
-        (1, Plan(64, 64, 4, 3)), (17, Plan(128, 64, 8, 2)),
-    ]:  # fmt: skip
-        difference = float((run(rows, plan).float() - base[:, :rows].float()).abs().max())
-        yield f"attention bits, {rows} rows, {plan}", difference, 0.0
+    for context in (20, 3000, 9000):
+        yield f"attention bits, trees after {context}", tree_bits(context), 0.0
     w = torch.randn(1024, 4096, device="cuda", dtype=BF16)
     x = torch.randn(200, 4096, device="cuda", dtype=BF16)
     base = small_gemm(x, w, parts=2)
