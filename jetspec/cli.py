@@ -111,7 +111,8 @@ def replay(
 ) -> None:
     """Measure tau alone: every budget and method along the target's own greedy answers."""
     config = load_run(ctx, run, set)
-    from jetspec.evaluation.matrix import read_partial
+    from jetspec.evaluation.matrix import read_records
+    from jetspec.evaluation.replayed import STAGE
     from jetspec.evaluation.replayed import replay as measure
     from jetspec.evaluation.report import cells_table
 
@@ -120,8 +121,39 @@ def replay(
     if as_json:
         emit(result, as_json)
         return
-    show_view(cells_table(read_partial(result.uri), "Replayed rounds"))
+    show_view(cells_table(read_records(result.uri, STAGE), "Replayed rounds"))
     typer.echo(result.uri)
+
+
+@app.command()
+def results(
+    records: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECORDS...",
+            help="Directories of evaluations, replays, heads, samples and ablations; a storage of "
+            "runs; or a records.jsonl that this command wrote.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="The directory of the page.")] = "docs/results",
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=NAME", help="What to call a target or a head, by what its records say."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a page of results, its plots and summary.json from records of evaluations."""
+    from jetspec.results.write import write_results
+
+    pairs = [entry.partition("=") for entry in name or ()]
+    for key, sign, value in pairs:
+        if not (key and sign and value):
+            raise JetspecError("--name", f"{key}{sign}{value}", "write it as KEY=NAME")
+    typed = " ".join(["python -m jetspec results --out", out, *records])
+    names = {key: value for key, _, value in pairs}
+    emit(write_results(out, records, names=names, command=typed), as_json)
 
 
 @app.command()

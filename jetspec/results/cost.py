@@ -1,0 +1,100 @@
+"""What the head cost and after how many served tokens it is paid for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jetspec.evaluation.costs import break_even, hours
+from jetspec.results.cells import Subject
+from jetspec.results.inputs import Inputs, Record
+from jetspec.results.serving import Serving
+
+FORMULA = (
+    "tokens to break even = (GPU-hours of regeneration + GPU-hours of training) x 3,600 / "
+    "(1 / plain tok/s - 1 / tok/s with the head), both decode-only, at one batch size on one GPU "
+    "of the kind that trained"
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours spent, and what serving gives back.
+
+    Attributes:
+        regeneration, training: facts of the stages that made the head; None where their manifests
+            were not given.
+        hours: their worker-hours together, None where one is not known.
+        loads: by batch size {batch, tok_s, plain_tok_s, tokens, hours_of_serving}.
+    """
+
+    regeneration: Record | None
+    training: Record | None
+    hours: float | None
+    loads: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        kept = ("tokens", "tokens_per_second", "worker_seconds", "gpu_hours", "accounting")
+        parts = (self.regeneration, self.training)
+        regeneration, training = (
+            part and {name: part[name] for name in names if name in part}
+            for part, names in zip(parts, (kept, TRAINING), strict=True)
+        )
+        return {
+            "formula": FORMULA,
+            "regeneration": regeneration,
+            "training": training,
+            "gpu_hours": self.hours,
+            "break_even": self.loads,
+        }
+
+
+TRAINING = (
+    "steps", "parameters", "seconds", "worker_seconds", "gpu_hours", "tau_estimate",
+    "tokens_per_second", "mfu", "samples_key", "counts", "warm_start",
+)  # fmt: skip
+
+
+def cost(subject: Subject, inputs: Inputs, served: Serving | None) -> Cost:
+    """Cost of the subject's head, from the manifests among the inputs."""
+    hashes = {r.get("head_hash") for r in [*subject.decoded, *subject.replayed]}
+    training = next((head for head in inputs.heads if head["hash"] in hashes), None)
+    if training is not None:
+        training = {**training, **_last_rates(training["curve"])}
+    regeneration = None
+    if training is not None:
+        key = str(training.get("samples_uri", "")).rstrip("/").rsplit("/", 1)[-1]
+        regeneration = next((s for s in inputs.samples if _stage_key(s) == key), None)
+    spent = [hours(part) if part else None for part in (regeneration, training)]
+    total = None if None in spent else sum(part for part in spent if part is not None)
+    return Cost(regeneration, training, total, _loads(total, served))
+
+
+def _last_rates(curve: Sequence[Record]) -> dict[str, Any]:
+    """Rates of a whole run, which its last report has."""
+    last: dict[str, Any] = {}
+    for row in curve:
+        last |= {name: row[name] for name in ("tokens_per_second", "mfu") if name in row}
+    return last
+
+
+def _stage_key(samples: Record) -> str:
+    return str(samples["uri"]).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _loads(total: float | None, served: Serving | None) -> list[dict[str, Any]]:
+    if total is None or served is None:
+        return []
+    rows = []
+    for load in served.loads:
+        paid = break_even(total, load.plain_tok_s, load.tok_s)
+        rows.append(
+            {
+                "batch": load.batch_size,
+                "tok_s": load.tok_s,
+                "plain_tok_s": load.plain_tok_s,
+                "tokens": paid.tokens,
+                "hours_of_serving": paid.tokens and paid.tokens / load.tok_s / 3600,
+                "reason": paid.reason,
+            }
+        )
+    return rows
