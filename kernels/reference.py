@@ -236,3 +236,32 @@ def qkv_to_cache(
 def small_gemm(x: Tensor, w: Tensor) -> Tensor:
     """x @ w^T in fp32."""
     return x.float() @ w.float().T
+
+
+def edge_scores(
+    tokens: Tensor, best: Tensor, lse: Tensor, anchors: Tensor, parents: Tensor, children: Tensor,
+    gates: Tensor | None = None, *, gate: str = "none",
+) -> Tensor:  # fmt: skip
+    """log-softmax of (log q + S) over the candidates, their mass kept."""
+    batch, slots, width = tokens.shape
+    before = torch.cat([anchors[:, None, None].expand(-1, 1, width), tokens[:, :-1]], 1)
+    a, c = parents[before], children[tokens]  # [B, D, K, r]
+    if gates is not None:
+        turned = (gates.sum(0) if gates.dim() == 3 else gates).to(a.dtype).float()
+        turned = 2 * torch.sigmoid(turned) if gate == "sigmoid" else turned
+        a = a * turned.to(a.dtype).view(batch, slots, 1, -1)
+    log_q = best.view(batch, slots, 1, width) - lse.view(batch, slots, 1, 1)
+    bias = a.float() @ c.float().transpose(2, 3)
+    scores = (log_q + bias).log_softmax(-1) + log_q.logsumexp(-1, keepdim=True)
+    return scores.clamp(max=0)
+
+
+def best_chain(tokens: Tensor, edges: Tensor) -> Tensor:
+    """The likeliest child of the likeliest child ..."""
+    out = torch.empty_like(tokens[:, :, 0])
+    for row in range(len(tokens)):
+        rank = 0
+        for slot in range(tokens.shape[1]):
+            rank = int(edges[row, slot, rank].argmax())
+            out[row, slot] = tokens[row, slot, rank]
+    return out

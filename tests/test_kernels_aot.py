@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import torch
 from kernels import (
-    aot, commit, distillation, exact_attention, launch, mlp, norms, place, rope, small_gemm, topk,
-    tree_attention, tree_build,
+    aot, commit, distillation, edges, exact_attention, launch, mlp, norms, place, rope, small_gemm,
+    topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -64,6 +64,16 @@ def exact_all():
             torch.zeros(2, nodes, 32, dtype=torch.int32), max_context=8192,
         )
     tree_build.list_ancestors(longs(2, 129), longs(2), 32)
+
+
+def edges_all():
+    floats = torch.empty(2, 15, 32), torch.empty(2, 15)
+    tables = bf16(151936, 256), bf16(151936, 256)
+    scores = edges.edge_scores(
+        longs(2, 15, 32), *floats, longs(2), *tables, torch.empty(4, 30, 256), gate="sigmoid"
+    )
+    edges.edge_scores(longs(2, 15, 32), *floats, longs(2), *tables)
+    edges.best_chain(longs(2, 15, 32), scores)
 
 
 def gemm_all():
@@ -125,6 +135,7 @@ def distillation_all():
 
 
 CASES = {
+    "edges": (edges_all, edges, "_edge_scores", "_best_chain"),
     "exact": (exact_all, exact_attention, "_attend_committed", "_finish"),
     "attention": (attention_all, tree_attention, "_attend", "_merge"),
     "gemm": (gemm_all, small_gemm, "_product"),
@@ -154,7 +165,17 @@ for recorder in recorders:
 """
 
 
-KERNELS = ["attention", "exact", "gemm", "trees", "commit", "topk", "distillation", "fusions"]
+KERNELS = [
+    "attention",
+    "edges",
+    "exact",
+    "gemm",
+    "trees",
+    "commit",
+    "topk",
+    "distillation",
+    "fusions",
+]
 
 
 MATRIX_KERNELS = ("_attend", "_attend_committed", "_product")

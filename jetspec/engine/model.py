@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from jetspec.engine.edges import EdgeTables
 from jetspec.engine.layers import Layer, Products, Rows, product, run_layer
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.errors import JetspecError
@@ -114,6 +115,7 @@ class EngineHead:
         assert config.rms_norm_eps and config.head_dim
         self.head, self.products, self.eps = head, products, config.rms_norm_eps
         self.taps, self.depth = head.taps, head.depth
+        self._edges: EdgeTables | None = None
         self.kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
         self.layers = [
             Layer.from_module(module, config.num_attention_heads, self.eps)
@@ -140,6 +142,12 @@ class EngineHead:
         )  # fmt: skip
         cache.table = like.table
         return cache
+
+    def edge_tables(self, embedding: Tensor) -> EdgeTables | None:
+        """Factors of every token for path scores, made once; None where torch scores them."""
+        if self._edges is None:
+            self._edges = EdgeTables.of(self.head.edges, embedding)
+        return self._edges
 
     def extend(
         self, taps: Tensor, positions: Tensor, cache_rows: Tensor, cache: PagedCache

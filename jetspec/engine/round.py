@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.engine.layers import Rows
+from jetspec.engine.layers import Rows, product
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.sampling import SamplingParams, sample
 from jetspec.trees.config import TreeConfig
 from kernels.commit import accept_greedy, advance, compact_kv
+from kernels.edges import best_chain
 from kernels.exact_attention import TAIL
 from kernels.place import gather_rows, place_rows
 from kernels.topk import topk_logsumexp
@@ -86,6 +87,7 @@ class Round:
         self.model, self.head, self.tree, self.sampling = model, head, tree, sampling
         self.cache, self.state, self.max_context = cache, state, max_context
         self.head_cache = head.new_cache(cache) if head else None
+        self._edge_tables = head.edge_tables(model.embedding) if head else None
         self.taps = head.taps if head else ()
         self.depth = draft_depth(head, tree)
         self.nodes = 1 + (0 if head is None else budget(head, tree))
@@ -137,21 +139,26 @@ class Round:
         assert self.head is not None
         model, edges = self.model, self.head.head.edges
         batch = len(hidden)
-        rows = hidden.flatten(0, 1).contiguous().to(model.embedding.dtype)
-        logits = model.logits(rows, self.head.products)
+        rows = hidden.flatten(0, 1).contiguous()
+        logits = model.logits(rows.to(model.embedding.dtype), self.head.products)
         width = min(self.tree.width, logits.shape[-1], 32)
         ranked = self.tree.builder == "chain" and edges is None
         best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width, sums=not ranked)
         tokens = tokens.view(batch, self.depth, -1)
         if ranked:
             return tokens, None
+        if self._edge_tables is not None:
+            weight = self._edge_tables.weight
+            gates = None if weight is None else product(rows, weight, self.head.products)
+            scored = self._edge_tables.scores(tokens, best, lse, self.state.anchors, gates)
+            return tokens, scored
         log_q = (best - lse[:, None]).view(batch, self.depth, -1)
         if edges is None:
             return tokens, log_q[:, :, None].expand(-1, -1, width, -1)
         scores = edges.edge_scores(
             tokens, log_q, self.state.anchors, hidden, lambda t: F.embedding(t, model.embedding)
         )
-        return tokens, scores
+        return tokens, scores.contiguous()
 
     def verify(self, tree: BuiltTree) -> tuple[Tensor, list[Tensor]]:
         """(the target's token after every node, long [B, N]; each tap [B N, d])."""
@@ -227,14 +234,3 @@ def draft_depth(head: EngineHead | None, tree: TreeConfig) -> int:
 def budget(head: EngineHead, tree: TreeConfig) -> int:
     """Draft nodes of a round."""
     return draft_depth(head, tree) if tree.builder == "chain" else tree.budget
-
-
-def best_chain(tokens: Tensor, edges: Tensor) -> Tensor:
-    """The likeliest child of the likeliest child ...: [B, D]."""
-    rank = torch.zeros_like(tokens[:, 0, :1])  # [B, 1]
-    chosen = []
-    for slot in range(tokens.shape[1]):
-        row = edges[:, slot].gather(1, rank[..., None].expand(-1, -1, edges.shape[-1]))[:, 0]
-        rank = row.argmax(-1, keepdim=True)
-        chosen.append(tokens[:, slot].gather(1, rank))
-    return torch.cat(chosen, 1)
