@@ -371,3 +371,12 @@ def test_the_command_writes_the_page_and_refuses_a_wrong_name(tmp_path) -> None:
     assert "# Results: T" in (tmp_path / "o" / "README.md").read_text()
     wrong = CliRunner().invoke(app, ["results", str(path), "--name", "toy"])
     assert wrong.exit_code == 2 and "--name: toy" in wrong.output
+
+
+def test_loads_are_compared_on_the_sets_that_all_of_them_have() -> None:
+    whole = [*measured("gsm8k"), *measured("mt_bench"), *measured("gsm8k", 4)]
+    found = serving(whole, hysteresis=0.0)
+    assert (found.sets, found.left_out) == (("gsm8k",), ())
+    assert set(found.speeds) == {1, 4}
+    mixed = serving([*whole, *measured("all", 16)], hysteresis=0.0)
+    assert (mixed.sets, mixed.left_out) == (("gsm8k",), (16,))

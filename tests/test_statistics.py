@@ -9,6 +9,7 @@ import pytest
 from jetspec.evaluation.statistics import (
     _resampled_sums,
     expanded_tail,
+    independent_ratio_interval,
     paired_ratio_interval,
     ratio_interval,
     student_quantile,
@@ -100,3 +101,26 @@ def test_many_prompts_are_resampled_in_pieces_without_changing_the_shape():
     sums = _resampled_sums(np.ones((5000, 2)), 900, seed=0)
     assert sums.shape == (900, 2)
     assert math.isclose(sums.min(), 5000) and math.isclose(sums.max(), 5000)
+
+
+def test_sides_of_different_prompts_are_resampled_by_themselves():
+    """Truth 3 / 1.5: many prompts against few; the interval covers it about 95 times in 100."""
+    generator = np.random.default_rng(5)
+    hits, trials = 0, 300
+    for trial in range(trials):
+        ours, base = 3 + generator.normal(0, 0.6, 30), 1.5 + generator.normal(0, 0.1, 10)
+        estimate = independent_ratio_interval(
+            ours, np.ones(30), base, np.ones(10), samples=300, seed=trial
+        )
+        hits += estimate.ci[0] <= 2.0 <= estimate.ci[1]
+    assert 0.91 <= hits / trials <= 0.99
+
+
+def test_a_side_of_one_unit_is_taken_as_it_is():
+    ours = ([2.0, 4.0, 6.0], [1.0, 1.0, 1.0])
+    estimate = independent_ratio_interval(*ours, [3.0], [1.0], samples=300, seed=0)
+    alone = ratio_interval(*ours, samples=300, seed=0)
+    assert estimate.value == pytest.approx(alone.value / 3)
+    assert estimate.ci == pytest.approx([bound / 3 for bound in alone.ci])
+    assert independent_ratio_interval([2.0], [1.0], [1.0], [1.0], samples=9, seed=0).ci is None
+    assert independent_ratio_interval([2.0], [0.0], [1.0], [1.0], samples=9, seed=0) is None

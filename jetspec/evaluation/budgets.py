@@ -120,18 +120,14 @@ def _choice(record: Record) -> Choice:
 
 
 def speeds_by_choice(records: Sequence[Record]) -> dict[Choice, float]:
-    """Pooled tokens a second of every method that covers plain decoding's slices.
-
-    Where plain decoding had fewer batches of a slice than the others, all count on those alone.
-    """
+    """Pooled tokens a second of every method that covers plain decoding's slices."""
     plain = [r for r in records if r["method"] == "plain"]
     needed = {r["slice"] for r in plain}
-    shared = {r["slice"]: len(r["batches"]) for r in plain}
     records = [r for r in records if all(comparable(r, base) for base in plain)]
     speeds = {}
     for choice in {_choice(r) for r in records}:
         own = [r for r in records if _choice(r) == choice]
-        speed = throughput({**r, "batches": r["batches"][: shared.get(r["slice"])]} for r in own)
+        speed = throughput(own)
         if choice[0] in _CONTENDERS and speed and {r["slice"] for r in own} == needed:
             speeds[choice] = speed
     return speeds

@@ -52,7 +52,8 @@ class EvaluationConfig(SamplingSettings):
             cell's text against that (`answers.py`); None checks against the `plain` cell of the
             same group.
         method_batches: methods that decode fewer of a cell's batches than the others, the first so
-            many, and are compared on those; `hf_eager: 0` leaves out Hugging Face's `generate`.
+            many: what costs long and varies little, as plain decoding's clock does from prompt to
+            prompt. `hf_eager: 0` leaves out Hugging Face's `generate`.
         repeats: times every batch of prompts is decoded; times are averaged.
         near_tie_ulps: in bf16, a first difference between tokens whose logits lie within this many
             units in the last place of the larger one is a near tie, not an error.

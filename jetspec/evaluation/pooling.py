@@ -3,7 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jetspec.evaluation.statistics import Estimate, paired_ratio_interval, ratio_interval
+from jetspec.evaluation.statistics import (
+    Estimate,
+    independent_ratio_interval,
+    paired_ratio_interval,
+    ratio_interval,
+)
 
 Record = Mapping[str, Any]
 
@@ -48,20 +53,23 @@ def paired_tau_ratio(
 def speedup(
     ours: Sequence[Record], base: Sequence[Record], *, samples: int, seed: int, clock: str
 ) -> Estimate | None:
-    """Ratio of throughputs over batches decoded by both, the first ones, paired batch by batch.
+    """Ratio of throughputs, paired batch by batch where both decoded the same batches.
+
+    Where one decoded fewer (`evaluation.method_batches`), each side counts with all of its own.
 
     Args:
         ours, base: records of one method each, in the same order of groups.
         clock: `decode` (prefill left out) or `total`.
     """
-    pairs = [
-        (mine, other)
-        for a, b in zip(ours, base, strict=True)
-        for mine, other in zip(a["batches"], b["batches"], strict=False)
-    ]
+    alike = all(len(a["batches"]) == len(b["batches"]) for a, b in zip(ours, base, strict=True))
+    interval = paired_ratio_interval if alike else independent_ratio_interval
     names = (f"{clock}_tokens", f"{clock}_seconds")
-    columns = [[pair[side][name] for pair in pairs] for side in (0, 1) for name in names]
-    return paired_ratio_interval(*columns, samples=samples, seed=seed)
+    columns = [
+        [batch[name] for record in side for batch in record["batches"]]
+        for side in (ours, base)
+        for name in names
+    ]
+    return interval(*columns, samples=samples, seed=seed)
 
 
 def throughput(records: Iterable[Record], clock: str = "decode") -> float | None:

@@ -270,7 +270,7 @@ def _speedup(record: Record, base: Record | None, name: str) -> Record:
     base_check = base.get("output_check")
     if base_check is not None and not base_check["passed"]:
         return withheld(f"{name}'s own output differs from plain decoding's")
-    # A baseline may have decoded fewer batches than the others: these are what is compared.
+    # A baseline may have decoded fewer batches than the others: those it has must be the same.
     shared = min(len(record["batches"]), len(base["batches"]))
     ours, theirs = (
         [_pairing(row) for row in side["per_prompt"] if row["batch"] < shared]

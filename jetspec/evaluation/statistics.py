@@ -83,6 +83,40 @@ def paired_ratio_interval(
     return Estimate(float(value), (float(low), float(high)))
 
 
+def independent_ratio_interval(
+    a_numerators: ArrayLike,
+    a_denominators: ArrayLike,
+    b_numerators: ArrayLike,
+    b_denominators: ArrayLike,
+    *,
+    samples: int,
+    seed: int,
+) -> Estimate | None:
+    """As `paired_ratio_interval`, for sides of different units: each is resampled by itself.
+
+    A side of one unit is taken as it is; the interval then is the other side's alone.
+
+    Returns:
+        None where a side is undefined.
+    """
+    sides = [
+        np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
+        for columns in ((a_numerators, a_denominators), (b_numerators, b_denominators))
+    ]  # two of [units, 2]
+    value = _ratio(np.concatenate([side.sum(0) for side in sides])[None])[0]
+    if not math.isfinite(value):
+        return None
+    counts = [len(side) for side in sides if len(side) > 1]
+    if not counts:
+        return Estimate(float(value), None)
+    sums = [_resampled_sums(side, samples, seed + i) for i, side in enumerate(sides)]
+    draws = _ratio(np.concatenate(sums, axis=1))
+    draws = draws[np.isfinite(draws)]
+    tail = expanded_tail(min(counts))
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return Estimate(float(value), (float(low), float(high)))
+
+
 def expanded_tail(units: int, level: float = LEVEL) -> float:
     """Probability left out at each end: Phi(-sqrt(n / (n - 1)) * t), t = Student's quantile.
 

@@ -80,10 +80,9 @@ def _fewer_nodes(records: Sequence[Record]) -> Claim:
     path, slot = (
         find(records, method="tree", builder="best_first", scores=s) for s in ("path", "slot")
     )
-    small, large = 64, max((r["budget"] for r in slot), default=256)
-    ratio = None
-    if small < large:
-        ratio = tau_ratio(find(path, budget=small), find(slot, budget=large))
+    small = 64
+    large = max((r["budget"] for r in slot if r["budget"] > small), default=256)
+    ratio = tau_ratio(find(path, budget=small), find(slot, budget=large))
     text = f"{small} nodes on path scores reach more than {large} on slot scores"
     return _judged(text, {"ratio of taus": ratio})
 

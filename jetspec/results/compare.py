@@ -42,7 +42,7 @@ def tau_ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | No
 
 
 def speed_ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
-    """Throughput of ours over theirs on the batches that both decoded in one run.
+    """Throughput of ours over theirs, of cells that one run decoded.
 
     A cell whose output check failed has no speed.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.statistics import Estimate
 from jetspec.results.cells import Subject
-from jetspec.results.compare import find, judge, speed_ratio, tau_ratio, words
+from jetspec.results.compare import FAILS, HOLDS, find, judge, speed_ratio, tau_ratio, words
 from jetspec.results.inputs import Record
 from jetspec.results.serving import Serving
 
@@ -26,7 +26,7 @@ class Goal:
 
     Attributes:
         wanted: in words; measured: in words, a dash where it was not measured.
-        met: None where it was not measured.
+        met: None where it was not measured, or where its interval decides nothing.
         margin: how far beyond the goal (short of it where negative), as a fraction of it; None
             where it is no number.
     """
@@ -40,7 +40,7 @@ class Goal:
     @property
     def outcome(self) -> str:
         if self.met is None:
-            return "not measured"
+            return "not measured" if self.measured == "-" else "not decided"
         word = "met" if self.met else "missed"
         return word if self.margin is None else f"{word}, {self.margin:+.1%}"
 
@@ -136,7 +136,8 @@ def _over_chain(subject: Subject, name: str) -> Goal:
     title = f"tree over path-scored chain on {name}, tok/s at batch 1"
     if ratio is None:
         return Goal(title, "above 1", "-", None)
-    return Goal(title, "above 1", f"{words(ratio)} ({judge([ratio])})", ratio.value > 1)
+    verdict = {HOLDS: True, FAILS: False}.get(judge([ratio]))
+    return Goal(title, "above 1", words(ratio), verdict)
 
 
 def _never_far_behind(served: Serving | None) -> Goal:

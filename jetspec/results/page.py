@@ -89,12 +89,12 @@ def place(record: Mapping[str, Any]) -> str:
 
 
 def _short(contents: Contents) -> list[str]:
-    done = [goal for goal in contents.goals if goal.met is not None]
-    met = sum(goal.met is True for goal in done)
+    outcomes = [goal.outcome.partition(",")[0] for goal in contents.goals]
+    counts = {word: outcomes.count(word) for word in dict.fromkeys(outcomes)}
+    shown = ", ".join(f"{count} {word}" for word, count in counts.items())
     verdicts = [claim.verdict for claim in contents.claims]
     lines = [
-        f"{met} of {len(contents.goals)} goals are met, {len(done) - met} missed, "
-        f"{len(contents.goals) - len(done)} not measured. Of {len(verdicts)} claims "
+        f"Of {len(outcomes)} goals: {shown}. Of {len(verdicts)} claims "
         f"{verdicts.count(HOLDS)} hold and {verdicts.count(FAILS)} do not; the others are not "
         "decided or not measured.",
         "",
@@ -135,8 +135,8 @@ def _loads(contents: Contents) -> list[str]:
     if served is None:
         return _section("Loads", ["No batch size has plain cells to compare with."])
     lines = [
-        "Tokens a second by batch size, all sets pooled, temperature 0; bold: the serving table's "
-        "choice.",
+        f"Tokens a second by batch size, {', '.join(served.sets)} pooled, temperature 0; bold: the "
+        "serving table's choice.",
         "",
         *tables.loads_table(served),
         "",
@@ -178,6 +178,9 @@ def _unmeasured(contents: Contents) -> list[str]:
     lines += tables.failures(subject)
     lines += tables.withheld(subject)
     lines += [f"- open question: {one}" for one in unanswered(contents.findings, subject.sets)]
+    if contents.served and contents.served.left_out:
+        loads = ", ".join(map(str, contents.served.left_out))
+        lines.append(f"- batch sizes {loads} on the sets of the load range")
     few = sorted({r["slice"] for r in subject.decoded if r["method"] == "hf_eager"})
     if few:
         count = max(r["prompts"] for r in find(subject.decoded, method="hf_eager"))

@@ -43,6 +43,8 @@ class Serving:
     """The table and its rivals.
 
     Attributes:
+        sets: whose prompts are pooled, the same at every load; left_out: batch sizes that were
+            measured on other sets.
         loads: by batch size.
         speeds: tokens a second of every choice, by batch size.
         table_score: of the table over the load range; fixed_scores: of each choice that was
@@ -52,6 +54,8 @@ class Serving:
             there are not two of each.
     """
 
+    sets: tuple[str, ...]
+    left_out: tuple[int, ...]
     loads: list[Load]
     speeds: dict[int, dict[Choice, float]]
     table_score: float
@@ -68,7 +72,9 @@ class Serving:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "sets": list(self.sets),
             "load_range": [load.batch_size for load in self.loads],
+            "left_out": list(self.left_out),
             "rows": [
                 {
                     "batch": load.batch_size,
@@ -98,7 +104,7 @@ def serving(records: Sequence[Record], hysteresis: float) -> Serving | None:
         records: of one run at each batch size (`Subject.one_run`).
         hysteresis: as `budgets.serving_table` has it.
     """
-    served = as_served(records)
+    served, sets, left_out = _same_sets(as_served(records))
     chosen = _table(served, hysteresis)
     speeds = _speeds(served, list(chosen))
     if not chosen:
@@ -110,7 +116,28 @@ def serving(records: Sequence[Record], hysteresis: float) -> Serving | None:
         loads.append(Load(batch, choice, best, here[choice], here[best], here[PLAIN]))
     fixed = _scores(speeds)
     score = sum(load.tok_s / load.plain_tok_s for load in loads) / len(loads)
-    return Serving(loads, speeds, score, fixed, _held_out(served, hysteresis))
+    held_out = _held_out(served, hysteresis)
+    return Serving(sets, left_out, loads, speeds, score, fixed, held_out)
+
+
+def _same_sets(
+    records: Sequence[Record],
+) -> tuple[list[Record], tuple[str, ...], tuple[int, ...]]:
+    """(greedy records of loads that share their sets, those sets, the loads left out): the sets
+    that most loads have in full, and the largest of those."""
+    own = [r for r in records if r["temperature"] == 0]
+    by_load: dict[int, set[str]] = {}
+    for r in own:
+        if r["method"] == "plain":
+            by_load.setdefault(r["batch_size"], set()).add(r["slice"])
+    ranked = sorted(
+        by_load.values(),
+        key=lambda sets: (sum(sets <= other for other in by_load.values()), len(sets)),
+    )
+    chosen = ranked[-1] if ranked else set()
+    kept = {batch for batch, sets in by_load.items() if chosen <= sets}
+    found = [r for r in own if r["batch_size"] in kept and r["slice"] in chosen]
+    return found, tuple(sorted(chosen)), tuple(sorted(by_load.keys() - kept))
 
 
 def _table(records: Sequence[Record], hysteresis: float) -> dict[int, Choice]:
