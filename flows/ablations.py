@@ -12,7 +12,7 @@ from jetspec import storage
 from jetspec.ablation.claims import VERDICTS, Outcome
 from jetspec.ablation.config import AblationConfig, load_ablation
 from jetspec.ablation.making import measure, outcome
-from jetspec.ablation.report import sentence
+from jetspec.ablation.report import sentences
 from jetspec.ablation.study import absolute_storage, run_ablation
 from jetspec.config import RunConfig
 from jetspec.generation.corpus_text import corpus_samples
@@ -104,8 +104,8 @@ def log_report(parent: tracking.Run, result: StageResult) -> None:
 
 def show(result: StageResult) -> None:
     """The verdicts and where the report is."""
-    for claim in result.facts["claims"]:
-        console.print(sentence(claim).replace("**", ""), soft_wrap=True, highlight=False)
+    for text in sentences(result.facts["claims"]):
+        console.print(text.replace("**", ""), soft_wrap=True, highlight=False)
     for name, reason in result.facts["failed"].items():
         console.print(f"failed    {name}: {reason}", style="red", soft_wrap=True)
     console.print(f"report    {storage.join(result.uri, 'report.md')}", soft_wrap=True)

@@ -171,7 +171,7 @@ def ablations(
     A rerun makes only what is missing, and goes on where training was cut.
     """
     from jetspec.ablation.config import load_ablation
-    from jetspec.ablation.report import sentence
+    from jetspec.ablation.report import sentences
     from jetspec.ablation.study import copy_report, run_ablation
 
     say = ignore if as_json else partial(typer.echo, err=True)
@@ -187,8 +187,8 @@ def ablations(
     if as_json:
         emit({"uri": result.uri, **result.facts}, as_json)
         return
-    for claim in result.facts["claims"]:
-        typer.echo(sentence(claim).replace("**", ""))
+    for text in sentences(result.facts["claims"]):
+        typer.echo(text.replace("**", ""))
     typer.echo(f"report  {result.uri}/report.md")
 
 

@@ -189,12 +189,17 @@ def test_one_seed_that_was_not_made_leaves_the_claim_open() -> None:
     plan = plan_of()
     made = outcomes_of(a0=3.0, b0=2.0, b1=2.0) | {"a.seed1": Outcome((), {}, failure="cut")}
     found = judge(plan.tables[0].claims[0], made, plan)
-    assert found["verdict"] == OPEN and found["reason"] == "not measured: a (tree 16)"
+    assert found["verdict"] == OPEN and found["reason"] == "not measured for every seed"
+    one, other = found["by_seed"]
+    assert found["ratio"] == one["ratio"] > 1 and other == {
+        "seeds": [1, 1], "ratio": None, "ci": None,
+    }  # fmt: skip
     first, second = table_rows(plan.tables[0], made, plan)
     assert first["failure"] == "cut" and first["by_seed"]["1"] is None
-    assert first["cells"]["all"]["tau"] is None and second["cells"]["all"]["tau"] == pytest.approx(
-        2, rel=0.05
-    )
+    assert first["cells"]["all"]["tau"] == pytest.approx(first["by_seed"]["0"])
+    assert second["cells"]["all"]["tau"] == pytest.approx(2, rel=0.05)
+    none = judge(plan.tables[0].claims[0], {k: v for k, v in made.items() if k[0] == "b"}, plan)
+    assert none["ratio"] is None and none["reason"] == "not measured: a (tree 16)"
 
 
 def test_scores_choose_between_the_two_drafts_of_one_head() -> None:

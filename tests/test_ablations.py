@@ -167,7 +167,8 @@ def test_a_failed_variant_decides_nothing_and_is_named(tmp_path) -> None:
     (claim,) = found["tables"][0]["claims"]
     assert claim["verdict"] == "not decided here" and "b (tree 16)" in claim["reason"]
     text = markdown(plan, found, {"versions": {}, "gpus": [], "cpus": 2})
-    assert "failed: no memory" in text and "reverse (failed)" in text
+    assert "not made: no memory" in text and "reverse (not made)" in text
+    assert "**Not measured here**: a beats b." in text
 
 
 def test_a_claim_about_a_slice_looks_at_that_slice_alone(tmp_path) -> None:

@@ -103,7 +103,7 @@ def ratio(ours: Rows, theirs: Rows, draws: Mapping[str, int]) -> tuple[Estimate 
 def compare(
     pair: Ratio | Claim, outcomes: Outcomes, config: AblationConfig, slice: str | None
 ) -> dict[str, Any]:
-    """tau of one side over the other's: pooled over seeds, and seed by seed.
+    """tau of one side over the other's: pooled over the seeds that were measured, and seed by seed.
 
     Returns:
         {ratio, ci, prompts, by_seed: [{seeds, ratio, ci}]}; ratio and ci are None where a side was
@@ -119,6 +119,7 @@ def compare(
     for a, b in pairs:
         value, ci = plain(ratio(mine[a], other[b], draws)[0])
         by_seed.append({"seeds": [a, b], "ratio": value, "ci": ci})
+    pairs = [(a, b) for a, b in pairs if mine[a] and other[b]]
     estimate, prompts = ratio(
         pooled([mine[a] for a, _ in pairs]), pooled([other[b] for _, b in pairs]), draws
     )
@@ -142,6 +143,8 @@ def judge(claim: Claim, outcomes: Outcomes, config: AblationConfig) -> dict[str,
             named(side) for side in sides if not all(rows_by_seed(side, outcomes, config).values())
         ]
         reason = f"not measured: {', '.join(missing)}" if missing else "too few prompts"
+        if missing and found["ratio"] is not None:
+            reason = "not measured for every seed"
     elif verdict == OPEN:
         apart = len(set(each)) > 1
         reason = "seeds disagree" if apart else f"the interval contains {claim.factor:g}"

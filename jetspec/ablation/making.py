@@ -7,7 +7,8 @@ from typing import Any
 from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
 from jetspec.config import RunConfig
-from jetspec.evaluation.matrix import evaluate, read_partial, read_records
+from jetspec.evaluation import matrix, replayed
+from jetspec.evaluation.matrix import evaluate, read_records
 from jetspec.evaluation.replayed import replay
 from jetspec.generation.corpus_text import corpus_samples
 from jetspec.generation.plan import prepare
@@ -66,8 +67,8 @@ def outcome(
         "evaluation_key": measured.key,
         **{figure: head.facts.get(figure) for figure in _FIGURES},
     }
-    read = read_partial if plan.measure == "replay" else read_records
-    return Outcome(read(measured.uri), facts)
+    kind = replayed.STAGE if plan.measure == "replay" else matrix.STAGE
+    return Outcome(read_records(measured.uri, kind), facts)
 
 
 def failed(error: BaseException) -> Outcome:

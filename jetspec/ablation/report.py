@@ -85,7 +85,7 @@ def _cell(
     config: AblationConfig,
 ) -> dict[str, Any]:
     draws = draws_of(config)
-    rows = pooled(list(rows_by_seed(side, outcomes, config, slice).values()))
+    rows = pooled([r for r in rows_by_seed(side, outcomes, config, slice).values() if r])
     value, ci = plain(tau(rows, draws))
     speedup: Mapping[str, Any] = {"value": None, "ci": None}
     if len(members) == 1:  # a speed is one machine's at one time: it is not pooled over seeds
@@ -105,6 +105,9 @@ def _speedup(
     everything: Sequence[Record],
     draws: Mapping[str, int],
 ) -> Mapping[str, Any]:
+    nothing = {"value": None, "ci": None}
+    if all(r["speedup"]["vs_plain"]["value"] is None for r in records):
+        return nothing
     own = [r for r in records if r["slice"] == (slice or ALL_SLICES)]
     smallest = min((r["batch_size"] for r in records), default=0)
     figures = [r["speedup"]["vs_plain"] for r in own if r["batch_size"] == smallest]
@@ -121,7 +124,7 @@ def _speedup(
         figures = [
             p["speedup"]["vs_plain"] for p in pools if tuple(p[name] for name in cell) == wanted
         ]
-    return figures[0] if figures else {"value": None, "ci": None}
+    return figures[0] if figures else nothing
 
 
 def findings(config: AblationConfig, outcomes: Outcomes) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def markdown(config: AblationConfig, found: Mapping[str, Any], environment: Any)
     run = config.base_run()
     lines = [f"# Ablations: {run.name}", "", *_setup(run, environment), "", "## Claims", ""]
     claims = [claim for table in found["tables"] for claim in table["claims"]]
-    lines += [f"- {sentence(claim)}" for claim in claims] or ["None was asked."]
+    lines += [f"- {text}" for text in sentences(claims)] or ["None was asked."]
     for table in found["tables"]:
         lines += ["", f"## {table['title']}", ""]
         if table["source"]:
@@ -185,6 +188,13 @@ LEGEND = (
     "holds where it holds for each of them; its taus and ratios are pooled over seeds, prompt by "
     "prompt."
 )
+
+
+def sentences(claims: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every claim that was measured as a sentence, then one that names the others."""
+    told = [sentence(claim) for claim in claims if claim["ratio"] is not None]
+    others = dict.fromkeys(claim["claim"] for claim in claims if claim["ratio"] is None)
+    return told + ([f"**Not measured here**: {'; '.join(others)}."] if others else [])
 
 
 def sentence(claim: Mapping[str, Any]) -> str:
@@ -236,7 +246,7 @@ def _table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     speeds = any(cell["speedup"] is not None for row in rows for cell in row["cells"].values())
     for row in rows:
         cells = [_figures(row["cells"].get(name), speeds) for name in slices]
-        label = row["row"] + (" (failed)" if row["failure"] else "")
+        label = row["row"] + (" (not made)" if row["failure"] else "")
         each = ", ".join("-" if v is None else f"{v:.2f}" for v in row["by_seed"].values())
         last = f" {each or '-'} |" if seeds else ""
         lines.append(f"| {label} | {row['cell']} | {' | '.join(cells)} |{last}")
@@ -286,7 +296,7 @@ def _variant_lines(config: AblationConfig, variants: Mapping[str, Any]) -> list[
         changes += [f"starts from {start}"] if start else []
         changes += ["corpus text"] if variant.text == "corpus" else []
         if facts["failure"]:
-            figures = ["-", "-", "-", f"failed: {facts['failure']}"]
+            figures = ["-", "-", "-", f"not made: {facts['failure']}"]
         else:
             estimate = facts.get("tau_estimate")
             figures = [
