@@ -265,3 +265,8 @@ def best_chain(tokens: Tensor, edges: Tensor) -> Tensor:
             rank = int(edges[row, slot, rank].argmax())
             out[row, slot] = tokens[row, slot, rank]
     return out
+
+
+def fp8_gemm(x: Tensor, values: Tensor, exponents: Tensor) -> Tensor:
+    """x @ (values * 2^exponents)^T in fp32."""
+    return x.float() @ (values.float() * torch.exp2(exponents.float())[:, None]).T

@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import torch
 from kernels import (
-    aot, commit, distillation, edges, exact_attention, launch, mlp, norms, place, rope, small_gemm,
-    topk, tree_attention, tree_build,
+    aot, commit, distillation, edges, exact_attention, fp8_gemm, launch, mlp, norms, place, rope,
+    small_gemm, topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -83,6 +83,12 @@ def gemm_all():
     small_gemm.small_gemm(bf16(16, 4096), bf16(6144, 4096), plan=plan)
 
 
+def fp8_all():
+    for m in (1, 64, 128):
+        values = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
+        fp8_gemm.fp8_gemm(bf16(m, 4096), values, torch.empty(6144, dtype=torch.int8))
+
+
 def tree_all():
     for batch, depth, budget in ((1, 15, 128), (16, 15, 16)):
         edges = torch.empty(batch, depth, 1, 32).expand(-1, -1, 32, -1)
@@ -135,6 +141,7 @@ def distillation_all():
 
 
 CASES = {
+    "fp8": (fp8_all, fp8_gemm, "_fp8_product"),
     "edges": (edges_all, edges, "_edge_scores", "_best_chain"),
     "exact": (exact_all, exact_attention, "_attend_committed", "_finish"),
     "attention": (attention_all, tree_attention, "_attend", "_merge"),
@@ -166,19 +173,10 @@ for recorder in recorders:
 
 
 KERNELS = [
-    "attention",
-    "edges",
-    "exact",
-    "gemm",
+    "attention", "commit", "distillation", "edges", "exact", "fp8", "fusions", "gemm", "topk",
     "trees",
-    "commit",
-    "topk",
-    "distillation",
-    "fusions",
-]
-
-
-MATRIX_KERNELS = ("_attend", "_attend_committed", "_product")
+]  # fmt: skip
+MATRIX_KERNELS = ("_attend", "_attend_committed", "_fp8_product", "_product")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

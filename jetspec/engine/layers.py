@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.engine.weights import Fp8Weight, Weight, fused
 from kernels.exact_attention import exact_attention
+from kernels.fp8_gemm import fp8_gemm
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
 from kernels.rope import qkv_to_cache
@@ -50,11 +52,13 @@ class Products:
         exact: one reduction order whatever the number of rows and wherever they lie, so that a
             row's bits depend on its own sequence alone.
         small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
+        fp8_rows: up to so many rows eight-bit weights go through our product.
         light: take cuBLASLt's choice of kernel where the rows fill no whole tiles of 64.
     """
 
     exact: bool = False
     small_rows: int = 32
+    fp8_rows: int = 128
     light: bool = True
 
     def ours(self, x: Tensor, weight: Tensor) -> bool:
@@ -62,6 +66,11 @@ class Products:
             return True
         few = len(x) <= self.small_rows and x.element_size() == 2
         return few and x.is_cuda and weight.shape[1] % 128 == 0
+
+    def ours_fp8(self, x: Tensor, weight: Fp8Weight) -> bool:
+        """Whether eight-bit weights are read as such; many rows write them out for cuBLAS."""
+        few = len(x) <= self.fp8_rows and weight.shape[1] % 128 == 0
+        return self.exact or (few and x.is_cuda)
 
     def library(self, rows: int) -> str:
         """cuBLAS's interface that picks the faster kernel for so many rows."""
@@ -73,14 +82,14 @@ class Layer:
     """A decoder layer's weights, QKV and gate-up fused."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Weight
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     heads: int
     eps: float
 
@@ -96,35 +105,30 @@ class Layer:
         norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         return cls(
             input_norm=module.input_layernorm.weight,
-            qkv=_fused(*projections),
+            qkv=fused(*projections),
             qkv_bias=None if biases[0] is None else torch.cat(biases),
             q_norm=None if norms[0] is None else norms[0].weight,
             k_norm=None if norms[1] is None else norms[1].weight,
-            out=attention.o_proj.weight,
+            out=fused(attention.o_proj),
             post_norm=module.post_attention_layernorm.weight,
-            gate_up=_fused(mlp.gate_proj, mlp.up_proj),
-            down=mlp.down_proj.weight,
+            gate_up=fused(mlp.gate_proj, mlp.up_proj),
+            down=fused(mlp.down_proj),
             heads=heads,
             eps=eps,
         )
 
 
-@torch.no_grad()
-def _fused(*linears: Any) -> Tensor:
-    """The weights on top of each other; each linear keeps its own as a view of them."""
-    weights = [linear.weight for linear in linears]
-    whole = torch.cat([weight.detach() for weight in weights])
-    for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
-        weight.data = part
-    return whole
-
-
-def product(x: Tensor, weight: Tensor, products: Products, *, whole: bool = False) -> Tensor:
+def product(x: Tensor, weight: Weight, products: Products, *, whole: bool = False) -> Tensor:
     """x @ weight^T: [T, N], or fp32 [S, T, N] partial sums that the next kernel adds.
 
     Args:
         whole: a finished product in any case.
     """
+    if isinstance(weight, Fp8Weight):
+        if products.ours_fp8(x, weight):
+            parts = 1 if whole else parts_for(*weight.shape)
+            return fp8_gemm(x, weight.values, weight.exponents, parts=parts)
+        weight = weight.written_out(x.dtype)
     if products.ours(x, weight):
         return small_gemm(x, weight, parts=1 if whole else parts_for(*weight.shape))
     if not x.is_cuda:

@@ -46,7 +46,7 @@ class EngineModel:
         self.eps = config.rms_norm_eps
         self.layers = [Layer.from_module(m, self.heads, self.eps) for m in base.layers]
         if products.exact:
-            require_steps(self.layers[0])
+            require_steps(self.layers[0], target.dtype.itemsize)
         self.embedding = base.embed_tokens.weight
         self.norm = base.norm.weight
         self.rope_table = rope_table(
@@ -123,7 +123,8 @@ class EngineHead:
         ]
         # Context rows need keys and values only: one product for all layers.
         skip = config.num_attention_heads * self.head_dim
-        self.context = torch.cat([layer.qkv[skip:] for layer in self.layers])
+        own = [layer.qkv for layer in self.layers]
+        self.context = torch.cat([qkv[skip:] for qkv in own if isinstance(qkv, Tensor)])
         norms = [layer.k_norm for layer in self.layers if layer.k_norm is not None]
         self.k_norms = torch.stack(norms) if norms else None
         device = head.fc.weight.device
@@ -189,10 +190,10 @@ def run_layers(
     return hidden, outputs | {len(layers) - 1: last}
 
 
-def require_steps(layer: Layer) -> None:
+def require_steps(layer: Layer, item_bytes: int) -> None:
     """Refuse weights that the bitwise mode's product cannot cut into whole steps."""
     for weight in (layer.qkv, layer.out, layer.down):
-        step = gemm_plan(1, len(weight), weight.element_size()).step
+        step = gemm_plan(1, len(weight), item_bytes).step
         if weight.shape[1] % step:
             raise JetspecError(
                 "engine.exact", True, f"a weight has {weight.shape[1]} inputs; the bitwise mode "

@@ -60,6 +60,9 @@ def open_backend(config: RegenerationConfig, target: TargetConfig) -> Backend:
         from jetspec.generation.transformers_backend import TransformersBackend
 
         return TransformersBackend(config, load_target(target))
+    if target.weights != "own" and config.backend in ("endpoint", "vllm"):
+        mend = f"the {config.backend} backend serves its own weights; use engine or transformers"
+        raise JetspecError("target.weights", target.weights, mend)
     if config.backend == "endpoint":
         from jetspec.generation.endpoint import EndpointBackend
 

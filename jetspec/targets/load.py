@@ -9,9 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from jetspec.errors import JetspecError
+from jetspec.storage import content_hash
 from jetspec.targets.config import TargetConfig
 from jetspec.targets.embedded import NAME, embedded_directory
 from jetspec.targets.fingerprint import fingerprint, fingerprint_of_model, weight_files
+from jetspec.targets.fp8 import to_fp8
 from jetspec.targets.gguf import check_gguf, converted_directory
 from jetspec.targets.pretrained import first_line, quiet, sdpa_or_eager
 from jetspec.targets.target import Target
@@ -34,7 +36,9 @@ def load_target(config: TargetConfig) -> Target:
     with quiet():
         tokenizer = _load_tokenizer(directory)
         model = _load_model(directory, dtype).to(device)
-    target = Target(model, tokenizer, name, fingerprint(directory, cache_root(config)))
+    if config.weights == "fp8":
+        to_fp8(model, name)
+    target = Target(model, tokenizer, name, _fingerprint(directory, config))
     if len(tokenizer) > target.vocab_size:
         raise JetspecError(
             "target.source",
@@ -59,7 +63,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
 def target_fingerprint(config: TargetConfig) -> str:
     """The fingerprint without loading the model."""
     directory, _ = target_directory(config)
-    return fingerprint(directory, cache_root(config))
+    return _fingerprint(directory, config)
+
+
+def _fingerprint(directory: Path, config: TargetConfig) -> str:
+    """Of the files; rounded weights are another target."""
+    of_files = fingerprint(directory, cache_root(config))
+    if config.weights == "own":
+        return of_files
+    return content_hash({"target": of_files, "weights": config.weights})
 
 
 def cache_root(config: TargetConfig) -> Path:

@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 3, 16])
     parser.add_argument("--budgets", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--depth", type=int, default=15)
+    parser.add_argument("--weights", default="own", help="`own` or `fp8`, as target.weights")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args(arguments)
     try:
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise JetspecError("device", "none", "this check needs a CUDA GPU")
         from kernels.benchmarks.timing import environment
 
-        target = load_target(TargetConfig(source=args.target))
+        target = load_target(TargetConfig(source=args.target, weights=args.weights))
         head = load_head(args.head)
         if not isinstance(head, ParallelHead):
             raise JetspecError("HEAD", args.head, "the engine runs parallel heads")

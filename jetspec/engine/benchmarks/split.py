@@ -84,10 +84,10 @@ def linears(engine: Engine, rows: int) -> Callable[[], None]:
 
     def run() -> None:
         for layer in model.layers:
-            F.linear(x, layer.qkv)
-            F.linear(attended, layer.out)
-            F.linear(x, layer.gate_up)
-            F.linear(gated, layer.down)
+            inputs = (x, layer.qkv), (attended, layer.out), (x, layer.gate_up), (gated, layer.down)
+            for source, weight in inputs:
+                assert isinstance(weight, torch.Tensor)
+                F.linear(source, weight)
         F.linear(x, engine.target.model.get_output_embeddings().weight)
 
     return run
