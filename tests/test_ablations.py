@@ -277,6 +277,35 @@ def test_two_variants_become_a_report_under_one_run(tmp_path, without_orchestrat
     assert json.loads(alone.stdout)["uri"] == result["uri"]
 
 
+def test_a_replayed_study_sees_both_scores_of_one_head_and_the_library_finds_it(
+    tmp_path, without_orchestrator, monkeypatch
+) -> None:
+    monkeypatch.setattr(flow, "replayed", flow.replayed.fn)
+    Workspace.create(tmp_path)
+    base = run_settings(tmp_path, head={"edge_rank": 2}, evaluation={"scores": ["slot", "path"]})
+    side = {"variant": "a", "method": "tree", "builder": "best_first", "budget": 4}
+    slot, path = ({**side, "scores": scores} for scores in ("slot", "path"))
+    table = {
+        "title": "Scores",
+        "rows": {"slot": slot, "path": path},
+        "ratios": {"path over slot": {"better": path, "than": slot}},
+    }
+    variants = {"a": {"seeds": [3]}, "b": {"set": {"head.mask": "bidirectional"}}}
+    file = write(tmp_path, base=base, measure="replay", variants=variants, tables=[table])
+    result = flow.ablations.fn(file)
+    assert not result["failed"]
+    found = storage.read_json(storage.join(result["uri"], "findings.json"))
+    rows = found["per_prompt"]
+    assert rows.keys() == {"a (tree 4 slot)", "a (tree 4 path)"}
+    assert {row["seed"] for row in rows["a (tree 4 path)"]} == {3}
+    assert found["tables"][0]["rows"][0]["cells"]["all"]["tau"] >= 1
+    out = str(tmp_path / "out")
+    alone = invoke(library, "ablations", file, "--out", out, "--only", "a,b", "--json")
+    assert json.loads(alone.stdout)["uri"] == result["uri"]  # nothing was made again
+    assert "| path over slot |" in (tmp_path / "out" / "report.md").read_text()
+    assert "no variant" in one_line(invoke(library, "ablations", file, "--only", "c"))
+
+
 def test_an_ablation_has_no_champion_to_follow(tmp_path) -> None:
     from flows.cli import app
 

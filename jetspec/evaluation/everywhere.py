@@ -92,7 +92,8 @@ def _accepted(
         batch, taps = sample_states(corpus, chosen, states, target.device)
         cache = head.new_cache(len(chosen))
         head.extend(cache, taps, batch.positions, batch.documents >= 0, batch.input_ids)
-        copies = max(1, rows // len(chosen))
+        longest = max(len(anchors[index]) for index in chosen)
+        copies = min(max(1, rows // len(chosen)), longest)
         owner = torch.arange(len(chosen), device=target.device).repeat_interleave(copies)
         cache.keep_sequences(owner)  # the same texts, several times
         tokens = batch.input_ids[owner]
