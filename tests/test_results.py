@@ -212,11 +212,13 @@ def test_a_choice_that_was_luck_loses_where_it_was_not_made() -> None:
 
     cells = {
         Cell("plain", None, 0, 1, "gsm8k", 0.0): fast(),
+        Cell("hf_eager", None, 0, 1, "gsm8k", 0.0): runner(),
         Cell("chain", "chain", 15, 1, "gsm8k", 0.0, "path"): moody(0, 3.0),
         Cell("tree", "best_first", 16, 1, "gsm8k", 0.0, "path"): moody(1, 3.0),
     }
+    once = CONFIG.model_copy(update={"method_batches": {"hf_eager": 1}})
     made = bench.run_group(
-        list(cells), FakeTarget(), None, prompts("gsm8k", 6), CONFIG, runners=cells, **FACTS
+        list(cells), FakeTarget(), None, prompts("gsm8k", 6), once, runners=cells, **FACTS
     )
     found = serving(made, hysteresis=0.0)
     assert found.worst_loss == 0 and found.held_out[0] == pytest.approx(0.5, abs=0.1)
@@ -226,11 +228,11 @@ def test_a_choice_that_was_luck_loses_where_it_was_not_made() -> None:
 def manifests() -> tuple[dict, dict]:
     samples = {
         "kind": "samples", "uri": "elsewhere/samples/s1", "tokens": 10_000_000,
-        "tokens_per_second": 50_000.0, "worker_seconds": 200.0,
+        "tokens_per_second": 50_000.0, "worker_seconds": 200.0, "hash": content_hash({"shard": 1}),
     }  # fmt: skip
     head = {
         "kind": "head", "uri": "runs/heads/abc", "hash": FACTS["head_hash"], "target": "toy",
-        "samples_uri": "/tmp/runs/samples/s1", "worker_seconds": 700.0, "steps": 10,
+        "samples_key": samples["hash"], "worker_seconds": 700.0, "steps": 10,
         "parameters": 5, "curve": [{"step": 5, "tau_estimate": 2.0},
                                    {"step": 10, "tau_estimate": 2.5, "tokens_per_second": 7.0}],
     }  # fmt: skip
@@ -249,6 +251,8 @@ def test_break_even_is_the_hours_over_what_a_token_saves(records) -> None:
     assert row["tokens"] == pytest.approx(900 / saved)
     assert row["hours_of_serving"] == pytest.approx(row["tokens"] / load.tok_s / 3600)
     assert spent.as_json()["training"]["tokens_per_second"] == 7.0
+    elsewhere = replace(inputs, heads=[{**head, "gpu_hours": 0.2}])
+    assert cost(found, elsewhere, served).loads == [], "the records come from a CPU"
     unknown = cost(found, Inputs(records=records), served)
     assert unknown.hours is None and unknown.loads == []
 
@@ -268,10 +272,13 @@ def laid_out(root: Path, records: list[dict]) -> Path:
             (directory / "manifest.json").write_text(json.dumps({"kind": kind, "files": {}}))
     (root / "evaluation/e1/turns/t").mkdir(parents=True)
     (root / "evaluation/e1/turns/t/cell-no.json").write_text("{")
-    for name, facts in (("heads/abc", head), ("samples/s1", samples)):
+    for name, facts, file in (
+        ("heads/abc", head, "model.safetensors"),
+        ("samples/s1", samples, "shard"),
+    ):
         (root / name).mkdir(parents=True)
         own = {k: v for k, v in facts.items() if k not in ("uri", "hash", "curve")}
-        own["files"] = {"model.safetensors": 1}
+        own["files"] = {file: 1}
         (root / name / "manifest.json").write_text(json.dumps(own))
     training = {"curve": head["curve"], "environment": {"command": "__main__.py train run.yaml"}}
     (root / "heads/abc/training.json").write_text(json.dumps(training))
@@ -298,7 +305,8 @@ def test_a_storage_becomes_a_page_a_summary_and_records_that_make_the_page_again
         "| tree path | 128 |", "| AR, our engine, graphed | - |",
         "python -m jetspec train run.yaml", "- **Holds**: Path scores beat slot scores in trees",
         "**Holds**: forward KL beats hard labels",
-        "sets without a decoded cell: math500, aime25, humaneval, mbpp", "0.250 GPU-hours",
+        "sets without a decoded cell: math500, aime25, humaneval, mbpp", "0.250 hours",
+        "700 worker-seconds",
         "tokens to break even =", "temperatures without a decoded cell: 1.0",
         "open question: depth beyond the trained block",
     ):  # fmt: skip

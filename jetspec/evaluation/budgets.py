@@ -11,7 +11,7 @@ from jetspec.evaluation.record import comparable
 MAX_BATCH_SIZE = 512
 # Method, builder, budget and, where they were measured apart, scores.
 Choice = tuple[str, str | None, int, str | None]
-_CONTENDERS = ("plain", "chain", "tree")
+CONTENDERS = ("plain", "chain", "tree")
 
 
 def serving_table(
@@ -128,6 +128,6 @@ def speeds_by_choice(records: Sequence[Record]) -> dict[Choice, float]:
     for choice in {_choice(r) for r in records}:
         own = [r for r in records if _choice(r) == choice]
         speed = throughput(own)
-        if choice[0] in _CONTENDERS and speed and {r["slice"] for r in own} == needed:
+        if choice[0] in CONTENDERS and speed and {r["slice"] for r in own} == needed:
             speeds[choice] = speed
     return speeds

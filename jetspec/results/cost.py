@@ -24,7 +24,8 @@ class Cost:
         regeneration, training: facts of the stages that made the head; None where their manifests
             were not given.
         hours: their worker-hours together, None where one is not known.
-        loads: by batch size {batch, tok_s, plain_tok_s, tokens, hours_of_serving}.
+        loads: by batch size {batch, tok_s, plain_tok_s, tokens, hours_of_serving}; none where the
+            head was trained on a GPU and measured without one, or the other way round.
     """
 
     regeneration: Record | None
@@ -62,11 +63,14 @@ def cost(subject: Subject, inputs: Inputs, served: Serving | None) -> Cost:
         training = {**training, **_last_rates(training["curve"])}
     regeneration = None
     if training is not None:
-        key = str(training.get("samples_uri", "")).rstrip("/").rsplit("/", 1)[-1]
-        regeneration = next((s for s in inputs.samples if _stage_key(s) == key), None)
+        key = training.get("samples_key")
+        regeneration = next((s for s in inputs.samples if s["hash"] == key), None)
     spent = [hours(part) if part else None for part in (regeneration, training)]
     total = None if None in spent else sum(part for part in spent if part is not None)
-    return Cost(regeneration, training, total, _loads(total, served))
+    alike = training is not None and bool(training.get("gpu_hours")) == any(
+        r["environment"].get("gpus") for r in subject.decoded
+    )
+    return Cost(regeneration, training, total, _loads(total, served) if alike else [])
 
 
 def _last_rates(curve: Sequence[Record]) -> dict[str, Any]:
@@ -75,10 +79,6 @@ def _last_rates(curve: Sequence[Record]) -> dict[str, Any]:
     for row in curve:
         last |= {name: row[name] for name in ("tokens_per_second", "mfu") if name in row}
     return last
-
-
-def _stage_key(samples: Record) -> str:
-    return str(samples["uri"]).rstrip("/").rsplit("/", 1)[-1]
 
 
 def _loads(total: float | None, served: Serving | None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ class Inputs:
     Attributes:
         records: cells of evaluations and replays, finished or not.
         heads: of every trained head: its manifest's facts, `uri`, `hash`, `curve`, `environment`.
-        samples: of every regeneration: its manifest's facts and `uri`.
+        samples: of every regeneration: its manifest's facts, `uri` and `hash`.
         findings: what ablations found, each with its `uri`.
     """
 
@@ -60,7 +60,8 @@ def _read(uri: str, found: Inputs) -> None:
     if kind == "head":
         found.heads.append(_head(uri, manifest, names))
     elif kind == "samples":
-        found.samples.append({**_facts(manifest), "uri": uri})
+        hash_ = content_hash(manifest["files"])
+        found.samples.append({**_facts(manifest), "uri": uri, "hash": hash_})
     if FINDINGS in names:
         found.findings.append({**read_json(join(uri, FINDINGS)), "uri": uri})
     cells = [name for name in names if name.startswith("cell-") and name.endswith(".json")]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetspec.evaluation.budgets import Choice, serving_table, speeds_by_choice
+from jetspec.evaluation.budgets import CONTENDERS, Choice, serving_table, speeds_by_choice
 from jetspec.evaluation.cells import cell_label
 from jetspec.evaluation.pooling import Record, as_served
 
@@ -162,7 +162,8 @@ def _scores(speeds: dict[int, dict[Choice, float]]) -> dict[Choice, float]:
 
 
 def _held_out(records: Sequence[Record], hysteresis: float) -> tuple[float, float, float] | None:
-    halves = [_half(records, parity) for parity in (0, 1)]
+    rivals = [r for r in records if r["method"] in CONTENDERS]
+    halves = [_half(rivals, parity) for parity in (0, 1)]
     if any(not r["batches"] for half in halves for r in half):
         return None
     losses, scores, fixed = [], [], []

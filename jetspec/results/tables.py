@@ -144,7 +144,7 @@ def cost_lines(cost: Cost) -> list[str]:
     if made := cost.regeneration:
         lines.append(
             f"- Regeneration: {_number(made.get('tokens'))} tokens in "
-            f"{_number(made.get('worker_seconds'))} GPU-seconds "
+            f"{_number(made.get('worker_seconds'))} {_seconds(made)} "
             f"({_number(made.get('tokens_per_second'))} tokens a second)."
         )
     if trained := cost.training:
@@ -158,12 +158,12 @@ def cost_lines(cost: Cost) -> list[str]:
         lines.append(
             f"- Training: {_number(trained.get('steps'))} steps of a head with "
             f"{_number(trained.get('parameters'))} parameters in "
-            f"{_number(trained.get('worker_seconds'))} GPU-seconds"
+            f"{_number(trained.get('worker_seconds'))} {_seconds(trained)}"
             + (f" ({', '.join(rates)})." if rates else ".")
         )
     if cost.hours is None:
         return [*lines, "- Manifests of regeneration or training were not given: no break-even."]
-    lines += [f"- Together {cost.hours:.3f} GPU-hours.", ""]
+    lines += [f"- Together {cost.hours:.3f} hours of those workers.", ""]
     rows = [
         [
             str(load["batch"]),
@@ -175,7 +175,13 @@ def cost_lines(cost: Cost) -> list[str]:
         for load in cost.loads
     ]
     columns = ["batch", "AR tok/s", "tok/s", "tokens to break even", "hours of serving"]
-    return [*lines, *(markdown(columns, rows) if rows else [])]
+    if not rows:
+        return [*lines, "Trained on one kind of machine and measured on another: no break-even."]
+    return [*lines, *markdown(columns, rows)]
+
+
+def _seconds(facts: Record) -> str:
+    return "GPU-seconds" if facts.get("gpu_hours") else "worker-seconds"
 
 
 def _number(value: Any) -> str:
