@@ -270,3 +270,24 @@ def best_chain(tokens: Tensor, edges: Tensor) -> Tensor:
 def fp8_gemm(x: Tensor, values: Tensor, exponents: Tensor) -> Tensor:
     """x @ (values * 2^exponents)^T in fp32."""
     return x.float() @ (values.float() * torch.exp2(exponents.float())[:, None]).T
+
+
+def route(logits: Tensor, choices: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Softmax in fp32, the best experts, their probabilities rounded to the logits' type."""
+    weights, ids = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, ids = weights[:, :choices], ids[:, :choices]
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids.int(), weights.to(logits.dtype).float()
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[C, T, d]: what each choice adds to its token."""
+    out = torch.zeros(ids.shape[1], *x.shape)
+    for token in range(len(x)):
+        for choice, expert in enumerate(ids[token].tolist()):
+            both = (gate_up[expert].float() @ x[token].float()).to(x.dtype)
+            inner = silu_mul(both[None])[0]
+            result = (down[expert].float() @ inner.float()).to(x.dtype).float()
+            out[choice, token] = result * weights[token, choice]
+    return out

@@ -189,7 +189,9 @@ def test_targets_and_heads_beyond_the_engine_are_refused_before_any_cell(models)
             Engines(target, head, config, kernels=True, least_rows=128)
 
     target = models[0]
-    refused(tiny_target("qwen3_moe", hidden_size=64, num_layers=1), None)
+    other = tiny_target("llama", hidden_size=64, num_layers=1)
+    other.config.model_type = "phi3"
+    refused(other, None)
     refused(target, tiny_head(target, block_size=4, conv_rank=2))
     deeper = CONFIG.model_copy(update={"depth": 5})
     refused(target, tiny_head(target, "bidirectional", block_size=4), deeper, "evaluation.depth")

@@ -9,6 +9,7 @@ from jetspec.engine.engine import Engine
 from jetspec.evaluation.methods import Request
 from jetspec.evaluation.output_check import first_difference, is_near_tie
 from jetspec.sampling import SamplingParams
+from jetspec.targets.fp8 import to_fp8
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 from tests.tiny import tiny_head, tiny_model, tiny_tokenizer
@@ -77,9 +78,18 @@ def test_fp32_tokens_equal_the_references_at_every_batch(mode) -> None:
         assert ours == theirs[: len(ours)]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3_moe"])
 def test_other_architectures_in_fp32(arch) -> None:
     target = target_of(arch, hidden_size=128)
+    head = head_of(target, "causal", 0)
+    ours = answers(Engine(target, head, tree=TREE, slots=3, max_rows=256), prompts(5), 40)
+    theirs = reference(target, head, TREE, prompts(5), 40)
+    assert [g.tokens for g in ours] == [g.tokens for g in theirs]
+
+
+def test_eight_bit_weights_in_fp32() -> None:
+    target = target_of(hidden_size=128)
+    to_fp8(target.model, "tiny")
     head = head_of(target, "causal", 0)
     ours = answers(Engine(target, head, tree=TREE, slots=3, max_rows=256), prompts(5), 40)
     theirs = reference(target, head, TREE, prompts(5), 40)

@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import torch
 from kernels import (
-    aot, commit, distillation, edges, exact_attention, fp8_gemm, launch, mlp, norms, place, rope,
-    small_gemm, topk, tree_attention, tree_build,
+    aot, commit, distillation, edges, exact_attention, experts, fp8_gemm, launch, mlp, norms,
+    place, rope, small_gemm, topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -83,6 +83,17 @@ def gemm_all():
     small_gemm.small_gemm(bf16(16, 4096), bf16(6144, 4096), plan=plan)
 
 
+def experts_all():
+    for tokens in (1, 129, 8192):
+        ids, weights = experts.route(
+            torch.empty(8, tokens, 128), 8, normalise=True, like=bf16(1, 1)
+        )
+        pairs, counts = experts.list_pairs(ids, 128)
+        given = pairs, counts, weights
+        experts.first_product(bf16(tokens, 2048), bf16(1, 1).expand(128, 1536, 2048), *given)
+        experts.second_product(bf16(tokens * 8, 768), bf16(1, 1).expand(128, 2048, 768), *given)
+
+
 def fp8_all():
     for m in (1, 64, 128):
         values = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
@@ -141,6 +152,7 @@ def distillation_all():
 
 
 CASES = {
+    "experts": (experts_all, experts, "_route", "_list_pairs", "_expert_product"),
     "fp8": (fp8_all, fp8_gemm, "_fp8_product"),
     "edges": (edges_all, edges, "_edge_scores", "_best_chain"),
     "exact": (exact_all, exact_attention, "_attend_committed", "_finish"),
@@ -173,10 +185,10 @@ for recorder in recorders:
 
 
 KERNELS = [
-    "attention", "commit", "distillation", "edges", "exact", "fp8", "fusions", "gemm", "topk",
-    "trees",
+    "attention", "commit", "distillation", "edges", "exact", "experts", "fp8", "fusions", "gemm",
+    "topk", "trees",
 ]  # fmt: skip
-MATRIX_KERNELS = ("_attend", "_attend_committed", "_fp8_product", "_product")
+MATRIX_KERNELS = ("_attend", "_attend_committed", "_expert_product", "_fp8_product", "_product")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.engine.experts import Experts
 from jetspec.engine.weights import Fp8Weight, Weight, fused
 from kernels.exact_attention import exact_attention
 from kernels.fp8_gemm import fp8_gemm
@@ -78,8 +79,20 @@ class Products:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """A dense gated MLP, gate and up fused."""
+
+    gate_up: Weight
+    down: Weight
+
+    @classmethod
+    def of(cls, mlp: Any) -> "Mlp":
+        return cls(fused(mlp.gate_proj, mlp.up_proj), fused(mlp.down_proj))
+
+
+@dataclass(frozen=True)
 class Layer:
-    """A decoder layer's weights, QKV and gate-up fused."""
+    """A decoder layer's weights, QKV fused."""
 
     input_norm: Tensor
     qkv: Weight
@@ -88,18 +101,17 @@ class Layer:
     k_norm: Tensor | None
     out: Weight
     post_norm: Tensor
-    gate_up: Weight
-    down: Weight
+    mlp: Mlp | Experts
     heads: int
     eps: float
 
     @classmethod
     def from_module(cls, module: Any, heads: int, eps: float) -> "Layer":
-        """From a Llama, Qwen2 or Qwen3 layer of transformers, or a layer of a parallel head.
+        """From a Llama, Qwen2, Qwen3 or Qwen3-MoE layer, or a layer of a parallel head.
 
         The module's own weights become views of the fused ones: memory holds them once.
         """
-        attention, mlp = module.self_attn, module.mlp
+        attention = module.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [projection.bias for projection in projections]
         norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
@@ -111,8 +123,7 @@ class Layer:
             k_norm=None if norms[1] is None else norms[1].weight,
             out=fused(attention.o_proj),
             post_norm=module.post_attention_layernorm.weight,
-            gate_up=fused(mlp.gate_proj, mlp.up_proj),
-            down=fused(mlp.down_proj),
+            mlp=Experts.of(module.mlp) or Mlp.of(module.mlp),
             heads=heads,
             eps=eps,
         )
@@ -171,5 +182,8 @@ def run_layer(
         attended = tree_attention(q, *where, rows.bits, max_context=rows.max_context)
     x = product(attended.view(len(normed), -1), layer.out, products)
     normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
-    gated = silu_mul(product(normed, layer.gate_up, products), dtype=normed.dtype)
-    return product(gated, layer.down, products), residual
+    mlp = layer.mlp
+    if isinstance(mlp, Experts):
+        return mlp.run(normed, product(normed, mlp.router, products)), residual
+    gated = silu_mul(product(normed, mlp.gate_up, products), dtype=normed.dtype)
+    return product(gated, mlp.down, products), residual

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jetspec.engine.edges import EdgeTables
-from jetspec.engine.layers import Layer, Products, Rows, product, run_layer
+from jetspec.engine.layers import Layer, Mlp, Products, Rows, product, run_layer
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
@@ -16,11 +16,11 @@ from kernels.place import gather_rows
 from kernels.rope import context_to_caches
 from kernels.small_gemm import gemm_plan
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class EngineModel:
-    """A Llama, Qwen2 or Qwen3 with fused weights.
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE with fused weights.
 
     Args:
         target: shares all of its weights.
@@ -192,7 +192,8 @@ def run_layers(
 
 def require_steps(layer: Layer, item_bytes: int) -> None:
     """Refuse weights that the bitwise mode's product cannot cut into whole steps."""
-    for weight in (layer.qkv, layer.out, layer.down):
+    dense = [layer.mlp.down] if isinstance(layer.mlp, Mlp) else []
+    for weight in (layer.qkv, layer.out, *dense):
         step = gemm_plan(1, len(weight), item_bytes).step
         if weight.shape[1] % step:
             raise JetspecError(

@@ -12,15 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 from jetspec.engine.benchmarks.models import CONTEXT
 from jetspec.engine.benchmarks.rows import engine_for
 from jetspec.engine.engine import Engine
+from jetspec.engine.layers import Mlp
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
 from kernels.launch import overlap
 
 _KINDS = {
-    "attention": ("_attend", "_merge"),
+    "attention": ("_attend", "_merge", "_finish"),
     "norm, RoPE, gate": ("_add_rms_norm", "_qkv_to_cache", "_silu_mul", "_context_to_caches"),
     "top-k": ("_chunk_max", "_chunk_best", "_merge_best"),
-    "tree": ("_build", "_pack_ancestors", "_place"),
+    "tree": ("_build", "_pack_ancestors", "_list_ancestors", "_place"),
     "commit": ("_accept", "_compact", "_advance"),
     "linears": ("_product", "gemm", "nvjet", "cutlass", "gemv", "splitKreduce", "cublas"),
 }
@@ -77,14 +78,15 @@ def linears(engine: Engine, rows: int) -> Callable[[], None]:
     """A call of every linear layer of the target once over `rows` rows."""
     model, device = engine.model, engine.state.anchors.device
     first = model.layers[0]
+    dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mlp)]
     x, attended, gated = (
         torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=device)
-        for weight in (first.gate_up, first.out, first.down)
+        for weight in (first.qkv, first.out, dense[0].down)
     )
 
     def run() -> None:
-        for layer in model.layers:
-            inputs = (x, layer.qkv), (attended, layer.out), (x, layer.gate_up), (gated, layer.down)
+        for layer, mlp in zip(model.layers, dense, strict=True):
+            inputs = (x, layer.qkv), (attended, layer.out), (x, mlp.gate_up), (gated, mlp.down)
             for source, weight in inputs:
                 assert isinstance(weight, torch.Tensor)
                 F.linear(source, weight)
