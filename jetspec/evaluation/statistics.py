@@ -6,6 +6,7 @@ samples (Hesterberg 2015, "What teachers should know about the bootstrap", secti
 otherwise covers too little below some thirty prompts.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -126,6 +127,7 @@ def expanded_tail(units: int, level: float = LEVEL) -> float:
     return NormalDist().cdf(-math.sqrt(units / (units - 1)) * t)
 
 
+@functools.lru_cache(maxsize=256)
 def student_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t for an integer number of degrees of freedom, by bisection."""
     low, high = 0.0, 1e6
@@ -152,15 +154,29 @@ def _student_central(t: float, freedom: int) -> float:
 
 def _resampled_sums(table: np.ndarray, samples: int, seed: int) -> np.ndarray:
     """Column sums of `samples` tables, each of rows drawn with replacement: [samples, columns]."""
-    generator = np.random.default_rng(seed)
     units = len(table)
+    if units * samples <= _CHUNK_CELLS:
+        return _counts(units, samples, seed) @ table
+    generator = np.random.default_rng(seed)
     step = max(1, _CHUNK_CELLS // units)
     sums = [
-        generator.multinomial(units, np.full(units, 1 / units), size=min(step, samples - start))
-        @ table
+        _draw(generator, units, min(step, samples - start)) @ table
         for start in range(0, samples, step)
     ]
     return np.concatenate(sums)
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(units: int, samples: int, seed: int) -> np.ndarray:
+    """How often each row is drawn: drawing costs far more than the sums, and a report of many
+    figures draws from few numbers of prompts."""
+    return _draw(np.random.default_rng(seed), units, samples)
+
+
+def _draw(generator: np.random.Generator, units: int, samples: int) -> np.ndarray:
+    """float64 [samples, units], rows drawn with replacement, counted."""
+    drawn = generator.multinomial(units, np.full(units, 1 / units), size=samples)
+    return drawn.astype(np.float64)
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
