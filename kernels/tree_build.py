@@ -18,6 +18,8 @@ from torch import Tensor
 
 from kernels.launch import dependent, enter
 
+LARGEST_BUDGET = 1024
+
 
 @triton.jit
 def _reach(score, at, WORD: tl.constexpr):
@@ -231,8 +233,8 @@ def build_best_first(
         limits: int [B], at least 1: a tree's own budget where it is smaller.
     """
     batch, depth, width = tokens.shape
-    if not (1 <= budget <= 1024 and width <= 32 and depth <= 64):
-        raise ValueError(f"budget {budget}, width {width}, depth {depth}: above 1024, 32 or 64")
+    if not (1 <= budget <= LARGEST_BUDGET and width <= 32 and depth <= 64):
+        raise ValueError(f"budget {budget}, width {width}, depth {depth}: above the largest")
     device = tokens.device
     slots, levels = triton.next_power_of_2(budget), triton.next_power_of_2(depth)
     wide = triton.next_power_of_2(width)

@@ -26,6 +26,7 @@ from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 from kernels.exact_attention import TAIL
+from kernels.tree_build import LARGEST_BUDGET
 
 PAGE_SIZE = 64
 SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
@@ -121,6 +122,9 @@ class Engine:
             raise JetspecError(
                 f"tree.{name}", getattr(tree, name), "the engine orders by log-probability alone"
             )
+        if head is not None and tree.builder == "best_first" and tree.budget > LARGEST_BUDGET:
+            mend = f"the engine builds trees of up to {LARGEST_BUDGET} nodes"
+            raise JetspecError("tree.budget", tree.budget, mend)
         if sampling.edits_logits:
             raise JetspecError(
                 "sampling", "logit_bias, repetition_penalty", "the reference loop alone has them"
