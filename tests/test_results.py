@@ -143,6 +143,18 @@ def test_claims_follow_the_figures(subject) -> None:
     assert "batch 1: 1.49 [" in speed.evidence
 
 
+def test_chinese_sets_are_set_against_their_english_ones() -> None:
+    low = measured("math_zh", chosen=[("tree", 16)], count=5)
+    for record in low:
+        for row in record["per_prompt"]:
+            row["rounds"] *= 2
+    both = [*measured("math", chosen=[("tree", 16)]), *low, *measured("code")]
+    found = subjects(Inputs(records=both), {})[0]
+    english = claim(found, "English text is accepted more")
+    assert english.verdict == HOLDS and english.evidence.startswith("16 nodes: 2.0")
+    assert claim(subjects(Inputs(records=measured("math")), {})[0], "English").verdict == UNMEASURED
+
+
 def test_what_the_figures_deny_does_not_hold_and_noise_is_not_decided() -> None:
     denied = subjects(Inputs(records=measured("gsm8k", slot=1.3)), {})[0]
     assert claim(denied, "Path scores beat slot scores in trees").verdict == FAILS

@@ -5,13 +5,25 @@ from typing import Any
 
 from jetspec.ablation.report import sentence
 from jetspec.evaluation.cells import ALL_SLICES
-from jetspec.evaluation.statistics import Estimate
+from jetspec.evaluation.pooling import prompt_rows
+from jetspec.evaluation.statistics import Estimate, independent_ratio_interval
 from jetspec.results.cells import Subject, cell_key
-from jetspec.results.compare import FAILS, HOLDS, UNMEASURED, Claim, find, judge, tau_ratio, words
+from jetspec.results.compare import (
+    BOOTSTRAP,
+    FAILS,
+    HOLDS,
+    UNMEASURED,
+    Claim,
+    find,
+    judge,
+    tau_ratio,
+    words,
+)
 from jetspec.results.goals import over_chain, served_trees
 from jetspec.results.inputs import Record
 
 SAME_TAU = 0.02  # near ties and rounding of a decoded text may move tau by so much
+_CHINESE = "_zh"  # ends the name of a set whose prompts are Chinese
 # What the papers leave open, and the words by which an ablation's claim answers it.
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "depth beyond the trained block": ("depth", "deep"),
@@ -33,6 +45,7 @@ def claims(subject: Subject) -> list[Claim]:
         _tree_over_chain(greedy),
         _rising(greedy),
         _over_lookup(greedy),
+        _languages(greedy),
         _same_tau(subject),
         _lossless(subject),
         _sampling(subject),
@@ -116,6 +129,28 @@ def _over_lookup(records: Sequence[Record]) -> Claim:
         ratios[name] = tau_ratio(trees, find(lookup, slice=name))
     least = f"{budgets[0]} nodes" if budgets else "its trees"
     return _judged(f"The head at {least} accepts more than prompt lookup on every set", ratios)
+
+
+def _languages(records: Sequence[Record]) -> Claim:
+    """Sets `NAME_zh` against `NAME`: other prompts, so each side is resampled by itself."""
+    names = {r["slice"] for r in records}
+    pairs = sorted(name for name in names if f"{name}{_CHINESE}" in names)
+    ratios = {}
+    for budget in _budgets(records):
+        trees = served_trees(records, budget=budget)
+        sides = [
+            prompt_rows(r for r in trees if r["slice"] in [f"{name}{tail}" for name in pairs])
+            for tail in ("", _CHINESE)
+        ]
+        columns = [
+            [row[field] for row in side.values()]
+            for side in sides
+            for field in ("tokens", "rounds")
+        ]
+        if pairs and all(sides):
+            ratios[f"{budget} nodes"] = independent_ratio_interval(*columns, **BOOTSTRAP)
+    text = "English text is accepted more than Chinese text on prompts of the same kinds"
+    return _judged(text, ratios)
 
 
 def _same_tau(subject: Subject) -> Claim:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.statistics import Estimate
-from jetspec.results.cells import Subject
+from jetspec.results.cells import SETS, Subject
 from jetspec.results.compare import FAILS, HOLDS, find, judge, speed_ratio, tau_ratio, words
 from jetspec.results.inputs import Record
 from jetspec.results.serving import Serving
@@ -50,7 +50,8 @@ class Goal:
 
 def goals(subject: Subject, served: Serving | None) -> list[Goal]:
     """All goals, for one head on the target that they were set for."""
-    sets = [name for name in subject.sets if name != ALL_SLICES]
+    named = [name for name in subject.sets if name in SETS]
+    sets = named or [name for name in subject.sets if name != ALL_SLICES]
     return [
         *[_tau(subject, name, wanted) for name, wanted in TAU.items()],
         *[_rising(subject, name) for name in sets],

@@ -116,7 +116,7 @@ def _tables(contents: Contents) -> list[str]:
             text = [
                 "Exact for greedy decoding: every method's rounds along the target's own answers.",
                 "",
-                *tables.tau_table(subject),
+                *tables.tau_tables(subject),
             ]
             lines += _section(f"tau of every budget, replayed{title}", text)
     decoders = {r.get("decoder") for r in contents.subject.decoded}

@@ -7,7 +7,7 @@ from typing import Any
 
 from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.figures import figure_axes, save_figure
-from jetspec.results.cells import Subject
+from jetspec.results.cells import SETS, Subject
 from jetspec.results.compare import find
 from jetspec.results.goals import TAU_BUDGET, served_trees
 from jetspec.results.inputs import Record
@@ -41,6 +41,7 @@ def tau_by_budget(subject: Subject) -> Any | None:
     """One panel a set: trees on slot and on path scores, chains as dashed lines."""
     greedy = find(subject.replayed or subject.decoded, batch_size=1, temperature=0.0)
     sets = [s for s in subject.sets if find(greedy, slice=s, method="tree") and s != ALL_SLICES]
+    sets = [s for s in sets if s in SETS] or sets
     if not sets:
         return None
     figure, axes = figure_axes(2.2 * len(sets) + 0.6, 2.9, columns=len(sets), share_y=True)
@@ -133,7 +134,8 @@ def acceptance(subject: Subject) -> Any | None:
         return None
     budget = TAU_BUDGET if TAU_BUDGET in budgets else max(budgets)
     figure, (axis,) = figure_axes(5.2, 3.2)
-    for record in find(trees, budget=budget):
+    named = [r for r in trees if r["slice"] in SETS] or trees
+    for record in find(named, budget=budget):
         shares = record["acceptance_by_depth"]
         axis.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=record["slice"])
     axis.set_xlabel("depth d")

@@ -5,7 +5,7 @@ from typing import Any
 
 from jetspec.evaluation.budgets import Choice
 from jetspec.evaluation.cells import ALL_SLICES, cell_label
-from jetspec.results.cells import Subject, order
+from jetspec.results.cells import SETS, Subject, order
 from jetspec.results.claims import Claim
 from jetspec.results.compare import find
 from jetspec.results.cost import Cost
@@ -33,9 +33,12 @@ def speed_and_tau(subject: Subject, temperature: float, batch_size: int = 1) -> 
     return _by_set(cells, _speed_and_tau)
 
 
-def tau_table(subject: Subject) -> list[str]:
-    """Replayed tau of every method and set."""
-    return _by_set(subject.replayed, lambda r: _tau(r))
+def tau_tables(subject: Subject) -> list[str]:
+    """Replayed tau of every method and set: the papers' sets, then others by themselves."""
+    named = [r for r in subject.replayed if r["slice"] in SETS]
+    others = [r for r in subject.replayed if r["slice"] not in SETS]
+    both = [_by_set(records, _tau) for records in (named, others) if records]
+    return [line for table in both for line in (*table, "")][:-1]
 
 
 def _by_set(cells: Sequence[Record], show: Any) -> list[str]:
