@@ -165,7 +165,7 @@ def findings(config: AblationConfig, outcomes: Outcomes) -> dict[str, Any]:
 def markdown(config: AblationConfig, found: Mapping[str, Any], environment: Any) -> str:
     """The report: claims first, then the tables, then how everything was made."""
     run = config.base_run()
-    lines = [f"# Ablations: {run.name}", "", *_setup(run, environment), "", "## Claims", ""]
+    lines = [f"# Ablations: {run.name}", "", _setup(config, environment), "", "## Claims", ""]
     claims = [claim for table in found["tables"] for claim in table["claims"]]
     lines += [f"- {text}" for text in sentences(claims)] or ["None was asked."]
     for table in found["tables"]:
@@ -221,16 +221,23 @@ def _by_seed(parts: Sequence[Mapping[str, Any]]) -> str:
     return f"; seed by seed {', '.join(shown)}"
 
 
-def _setup(run: Any, environment: Mapping[str, Any]) -> list[str]:
+def _setup(config: AblationConfig, environment: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
     place = ", ".join(environment["gpus"]) or f"{environment['cpus']} CPU cores"
-    training, evaluation = run.training, run.evaluation
+    run = config.base_run()
+    training, limit = run.training, run.evaluation.max_new_tokens
     steps = f", at most {training.max_steps} steps" if training.max_steps else ""
-    return [
+    measured = {
+        "decode": f"all decode the same evaluation prompts, up to {limit} tokens each",
+        "replay": "tau is of rounds replayed along the target's own greedy answers to the same "
+        f"evaluation prompts, up to {limit} tokens each",
+    }
+    return (
         f"Target `{run.target.source}`. Unless its line below says otherwise, a variant trains on "
-        f"the same prompts, in {training.epochs} epochs{steps}; all decode the same evaluation "
-        f"prompts, up to {evaluation.max_new_tokens} tokens each. Measured on {place}; {versions}.",
-    ]
+        f"the same prompts, in {training.epochs} epochs{steps}, a step being "
+        f"{training.batch_size} rows of at most {training.sequence_length} tokens; "
+        f"{measured[config.measure]}. Measured on {place}; {versions}."
+    )
 
 
 def _table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
