@@ -155,6 +155,22 @@ def test_chinese_sets_are_set_against_their_english_ones() -> None:
     assert claim(subjects(Inputs(records=measured("math")), {})[0], "English").verdict == UNMEASURED
 
 
+def test_the_same_head_at_another_depth_is_a_variant_of_it_and_answers_the_question() -> None:
+    whole = measured("gsm8k", chosen=[("tree", 16), ("tree", 64)])
+    deep = [
+        {**r, "settings": {**r["settings"], "depth": 31},
+         "per_prompt": [{**row, "rounds": row["rounds"] * 0.9} for row in r["per_prompt"]]}
+        for r in measured("gsm8k", chosen=[("tree", 16)])
+    ]  # fmt: skip
+    main, deeper = subjects(Inputs(records=[*whole, *deep]), {})
+    assert (main.depth, deeper.depth) == (None, 31)
+    (said,) = [c for c in claims(main, [deeper]) if "beyond the depth" in c.text]
+    assert said.verdict == HOLDS and said.evidence == "depth 31, 16 nodes: 1.11 [1.11, 1.11]"
+    assert "depth beyond the trained block" in unanswered([], [], claims(main))
+    assert "depth beyond the trained block" not in unanswered([], [], [said])
+    assert {row["depth"] for row in summary_cells(deeper)} == {31}
+
+
 def test_what_the_figures_deny_does_not_hold_and_noise_is_not_decided() -> None:
     denied = subjects(Inputs(records=measured("gsm8k", slot=1.3)), {})[0]
     assert claim(denied, "Path scores beat slot scores in trees").verdict == FAILS

@@ -21,6 +21,7 @@ class Subject:
     """One head on one target, and everything measured of the two.
 
     Attributes:
+        depth: levels that its drafts were asked for; None is as deep as the head was trained.
         decoded: the good record of every decoded cell, that with the most prompts where several
             runs measured it; failed: cells that no run could measure.
         replayed: of replayed cells.
@@ -29,6 +30,7 @@ class Subject:
 
     target: str
     head: str
+    depth: int | None
     decoded: list[Record]
     replayed: list[Record]
     failed: list[Record]
@@ -57,24 +59,22 @@ class Subject:
 
 
 def subjects(inputs: Inputs, names: Mapping[str, str]) -> list[Subject]:
-    """Every (target, head) that was measured, the one with the most cells first.
+    """Every (target, head, depth) that was measured, the one with the most cells first.
 
     Args:
         names: how to call a target or a head, by what its records call it.
     """
     heads = {head["hash"]: head for head in inputs.heads}
-    groups: dict[tuple[str, str], list[Record]] = {}
+    groups: dict[tuple[str, str, int | None], list[Record]] = {}
     for record in inputs.records:
         fingerprint = str(record.get("target_fingerprint"))
         head = record.get("head_hash")
         target = record.get("target_name") or heads.get(head, {}).get("target") or fingerprint[:12]
-        groups.setdefault((_named(target, names), _head_name(record, names)), []).append(record)
-    made = [_subject(target, head, records) for (target, head), records in groups.items()]
+        depth = record.get("settings", {}).get("depth")
+        key = names.get(target, target), _head_name(record, names), depth
+        groups.setdefault(key, []).append(record)
+    made = [_subject(*key, records) for key, records in groups.items()]
     return sorted(made, key=lambda s: (-len(s.decoded) - len(s.replayed), s.target, s.head))
-
-
-def _named(name: str, names: Mapping[str, str]) -> str:
-    return names.get(name, name)
 
 
 def _head_name(record: Record, names: Mapping[str, str]) -> str:
@@ -82,7 +82,7 @@ def _head_name(record: Record, names: Mapping[str, str]) -> str:
     return names.get(str(record.get("head_hash"))[:12], names.get(uri, uri))
 
 
-def _subject(target: str, head: str, records: Sequence[Record]) -> Subject:
+def _subject(target: str, head: str, depth: int | None, records: Sequence[Record]) -> Subject:
     good = [r for r in records if r["status"] == "ok"]
     runs = [r for r in good if r.get("decoder") != REPLAY]
     decoded = _largest(runs)
@@ -91,6 +91,7 @@ def _subject(target: str, head: str, records: Sequence[Record]) -> Subject:
     return Subject(
         target=target,
         head=head,
+        depth=depth,
         decoded=sorted(decoded, key=order),
         replayed=sorted(_largest(r for r in good if r.get("decoder") == REPLAY), key=order),
         failed=[r for r in broken if cell_key(r) not in known],
@@ -145,6 +146,7 @@ def _row(subject: Subject, record: Record, replayed: Record | None) -> dict[str,
     return {
         "target": subject.target,
         "head": subject.head,
+        "depth": subject.depth,
         "set": record["slice"],
         "method": record["method"],
         "builder": record["builder"],

@@ -22,11 +22,12 @@ from jetspec.results.compare import (
 from jetspec.results.goals import over_chain, served_trees
 from jetspec.results.inputs import Record
 
+DEEPER = "Drafting beyond the depth that the head was trained for is accepted more"
 SAME_TAU = 0.02  # near ties and rounding of a decoded text may move tau by so much
 _CHINESE = "_zh"  # ends the name of a set whose prompts are Chinese
 # What the papers leave open, and the words by which an ablation's claim answers it.
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "depth beyond the trained block": ("depth", "deep"),
+    "depth beyond the trained block": ("depth that", "deep"),
     "regenerated against corpus text": ("corpus",),
     "forward KL against hard labels": ("hard labels",),
     "mask against depth weight": ("bidirectional", "gamma"),
@@ -34,9 +35,13 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def claims(subject: Subject) -> list[Claim]:
+def claims(subject: Subject, others: Sequence[Subject] = ()) -> list[Claim]:
     """Claims about one head. tau comes from replayed cells where there are any: they are exact for
-    greedy decoding and cover all budgets on the same prompts."""
+    greedy decoding and cover all budgets on the same prompts.
+
+    Args:
+        others: whatever else was measured, the same head at another depth among it.
+    """
     greedy = _tau_source(subject)
     return [
         _scores_at_all_budgets(greedy),
@@ -46,6 +51,7 @@ def claims(subject: Subject) -> list[Claim]:
         _rising(greedy),
         _over_lookup(greedy),
         _languages(greedy),
+        _deeper(subject, others),
         _same_tau(subject),
         _lossless(subject),
         _sampling(subject),
@@ -153,6 +159,19 @@ def _languages(records: Sequence[Record]) -> Claim:
     return _judged(text, ratios)
 
 
+def _deeper(subject: Subject, others: Sequence[Subject]) -> Claim:
+    text = f"{DEEPER} (ratio of taus)"
+    ratios = {}
+    for other in others:
+        if (other.target, other.head) != (subject.target, subject.head) or not other.depth:
+            continue
+        here, there = _tau_source(subject), _tau_source(other)
+        for budget in _budgets(there):
+            ratio = tau_ratio(served_trees(there, budget=budget), served_trees(here, budget=budget))
+            ratios[f"depth {other.depth}, {budget} nodes"] = ratio
+    return _judged(text, ratios)
+
+
 def _same_tau(subject: Subject) -> Claim:
     text = f"tau replayed along the target's answers is the tau of decoding, within {SAME_TAU:.0%}"
     replayed = {cell_key(r): r for r in subject.replayed}
@@ -218,8 +237,10 @@ def ablation_sentences(findings: Sequence[Record]) -> list[str]:
     return [sentence(claim) for found in findings for claim in _of(found)]
 
 
-def unanswered(findings: Sequence[Record], sets: Sequence[str]) -> list[str]:
-    """Open questions that no ablation among the inputs decides."""
+def unanswered(
+    findings: Sequence[Record], sets: Sequence[str], said: Sequence[Claim] = ()
+) -> list[str]:
+    """Open questions that neither an ablation nor one of the page's own claims decides."""
     texts = [
         str(claim["claim"]).lower()
         for found in findings
@@ -227,6 +248,7 @@ def unanswered(findings: Sequence[Record], sets: Sequence[str]) -> list[str]:
         if claim["verdict"] in (HOLDS, FAILS)
     ]
     texts += [name.lower() for name in sets]
+    texts += [claim.text.lower() for claim in said if claim.verdict in (HOLDS, FAILS)]
     return [
         question
         for question, keys in QUESTIONS.items()

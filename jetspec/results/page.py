@@ -106,7 +106,7 @@ def _short(contents: Contents) -> list[str]:
 def _tables(contents: Contents) -> list[str]:
     lines: list[str] = []
     for subject in (contents.subject, *contents.others):
-        title = "" if subject is contents.subject else f" ({subject.target}, {subject.head})"
+        title = "" if subject is contents.subject else f" ({_described(subject)})"
         for temperature in sorted({r["temperature"] for r in subject.decoded}):
             table = tables.speed_and_tau(subject, temperature)
             if table:
@@ -123,6 +123,11 @@ def _tables(contents: Contents) -> list[str]:
     if {"reference", "engine"} <= decoders:
         lines += ["", ELSEWHERE]
     return lines + _images(contents, "tau_by_budget", "speedup_by_budget", "acceptance_by_depth")
+
+
+def _described(subject: Subject) -> str:
+    depth = f", drafted to depth {subject.depth}" if subject.depth else ""
+    return f"{subject.target}, {subject.head}{depth}"
 
 
 def _images(contents: Contents, *names: str) -> list[str]:
@@ -177,7 +182,8 @@ def _unmeasured(contents: Contents) -> list[str]:
     lines = tables.missing(subject, WANTED)
     lines += tables.failures(subject)
     lines += tables.withheld(subject)
-    lines += [f"- open question: {one}" for one in unanswered(contents.findings, subject.sets)]
+    questions = unanswered(contents.findings, subject.sets, contents.claims)
+    lines += [f"- open question: {one}" for one in questions]
     if contents.served and contents.served.left_out:
         loads = ", ".join(map(str, contents.served.left_out))
         lines.append(f"- batch sizes {loads} on the sets of the load range")
