@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetspec.errors import JetspecError
 from jetspec.trees.config import TreeConfig
 from tests.test_kernels_exact import random_tree
 from tests.test_kernels_setup import interpreted
-from tests.tiny import tiny_head, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import tiny_head, tiny_target, tiny_tokenizer
 
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
@@ -15,18 +16,24 @@ from jetspec.engine import model as engine_model  # noqa: E402
 from jetspec.engine.benchmarks.exact_tokens import check, differences, main  # noqa: E402
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.targets.load import from_model  # noqa: E402
-from kernels import small_gemm  # noqa: E402
+from kernels import exact_attention, small_gemm  # noqa: E402
 from kernels.tree_build import BuiltTree  # noqa: E402
 
 STARTS = (44, 3, 31)  # a sequence: its rows in the cache when decoding starts
 TOKENS = 5
 # On the card every plan sums in one order; the interpreter's sums follow the step.
-PLAN = small_gemm.GemmPlan(tokens=16, outputs=64, step=64, warps=4, stages=2)
+PLAN = small_gemm.GemmPlan(tokens=16, outputs=64, step=32, warps=4, stages=2)
 
 
 @pytest.fixture(scope="module")
 def model():
-    tiny = tiny_model("qwen3", hidden_size=64, num_layers=2).to(torch.bfloat16)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.25,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    tiny = LlamaForCausalLM(config).eval().to(torch.bfloat16)
     return from_model(tiny, tiny_tokenizer(), "tiny")
 
 
@@ -35,6 +42,7 @@ def one_step():
     with pytest.MonkeyPatch.context() as patch:
         for module in (small_gemm, engine_model):
             patch.setattr(module, "gemm_plan", lambda *shape: PLAN)
+        patch.setattr(exact_attention, "MERGE", 2)
         yield
 
 
@@ -144,7 +152,7 @@ def test_tokens_and_logits_have_the_bits_of_plain_decoding(model, alone, shape) 
 def test_what_the_bitwise_mode_cannot_draft_or_sum_is_refused() -> None:
     options = {"slots": 1, "max_rows": 64, "page_size": 16, "kernels": True, "exact": True}
     with pytest.raises(JetspecError, match="engine.exact: True"):
-        Engine(tiny_target("llama", hidden_size=32, num_layers=1), None, **options)
+        Engine(tiny_target("llama", hidden_size=48, num_layers=1), None, **options)
     model = tiny_target("llama", hidden_size=128, num_layers=1)
     deep = TreeConfig(builder="best_first", depth=40, budget=8)
     with pytest.raises(JetspecError, match="at most 31 levels"):
