@@ -12,8 +12,9 @@ from jetspec.evaluation.budgets import serving_table
 from jetspec.evaluation.cells import Cell, cells
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request
+from jetspec.evaluation.output_check import check_outputs
 from jetspec.evaluation.report import markdown_table
-from tests.measured import FakePrompt, by_method
+from tests.measured import FakePrompt, FakeTarget, by_method
 from tests.test_kernels_setup import interpreted
 from tests.tiny import tiny_head, tiny_target
 
@@ -222,3 +223,25 @@ def test_shared_answers_fill_the_engines_slots_one_after_another(models) -> None
     run = engines.runner(Cell("plain", None, 0, 2, "all", 0.0))
     reference = decode(target, [r.input_ids for r in requests], max_new_tokens=3)
     assert run(requests, 3).outputs == [list(g.tokens) for g in reference.generations]
+
+
+def test_the_bitwise_mode_is_the_targets_and_the_head_stays_fast(models) -> None:
+    config = CONFIG.model_copy(update={"exact": True})
+    engines = Engines(*models, config, kernels=True, least_rows=128, page_size=16)
+    model, drafts = engines._weights
+    assert model.products.exact and not drafts.products.exact
+    assert "exact" not in CONFIG.model_dump(mode="json")
+    with pytest.raises(JetspecError, match=r"evaluation.exact: .*set backend to engine"):
+        EvaluationConfig(exact=True)
+
+
+@pytest.mark.parametrize(("exact", "other", "passed"), [(0, 0, 1), (1, 0, 0), (1, 1, 1)])
+def test_in_the_bitwise_mode_a_near_tie_of_the_engine_is_an_error(exact, other, passed) -> None:
+    """Tokens 1 and 2 are tied. What another decoder wrote may still round otherwise."""
+    config = CONFIG.model_copy(update={"exact": bool(exact)})
+    check = check_outputs(
+        FakeTarget(torch.bfloat16), {"p": Request([7, 8], "p")}, {"p": [5, 1]}, {"p": [5, 2]},
+        Cell("tree", "best_first", 3, 1, "chat", 0.0), config, other_kernels=bool(other),
+    )  # fmt: skip
+    assert (check["passed"], check["near_ties"]) == (bool(passed), 1)
+    assert check["rule"].startswith("identical") is not bool(passed)

@@ -70,6 +70,7 @@ def plain_answers(
             mode="json", include={*SamplingSettings.model_fields, "seed", "rule"}
         ),
         "temperature": temperature,
+        **({"exact": True} if settings.exact else {}),
         "code_version": __version__,
     }
     key = content_hash(shape)

@@ -28,6 +28,8 @@ class EvaluationConfig(SamplingSettings):
         backend: what decodes: the reference loop, or the engine where there is a GPU. Prompt
             lookup, draft models and the builders `algorithm1` and `static` stay with the reference
             loop; their records say so and are not compared with the engine's `plain`.
+        exact: the engine's bitwise mode: its cells must give plain decoding's tokens in bf16 too,
+            near ties included.
         builders: tree builders compared under the method `tree`.
         score, alpha, width, widths, depth, calibration, rank_rates: of the trees; see
             `trees.config.TreeConfig`. A chain is cut to `depth` too.
@@ -63,6 +65,7 @@ class EvaluationConfig(SamplingSettings):
 
     optional: ClassVar[frozenset[str]] = SamplingSettings.optional | {
         "backend",
+        "exact",
         "draft_model",
         "draft_model_depth",
         "rule",
@@ -75,6 +78,7 @@ class EvaluationConfig(SamplingSettings):
     }
 
     backend: Backend = "reference"
+    exact: bool = False
     methods: tuple[Method, ...] = ("plain", "lookup", "chain", "tree")
     builders: tuple[Literal["algorithm1", "best_first", "static"], ...] = ("best_first",)
     rule: Rule | None = None
@@ -141,6 +145,10 @@ class EvaluationConfig(SamplingSettings):
     def _the_engine_has_it(self) -> "EvaluationConfig":
         """The engine would decode otherwise, or another tree: refused before anything is loaded."""
         if self.backend != "engine":
+            if self.exact:
+                raise JetspecError(
+                    "evaluation.exact", True, "is a mode of the engine; set backend to engine"
+                )
             return self
         trees = "tree" in self.methods
         lacking = {

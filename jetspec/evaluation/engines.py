@@ -8,6 +8,7 @@ size and temperature share pages too and are kept from slice to slice, since the
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jetspec.engine.engine import PAGE_SIZE, SHORTEST_BOUND, Engine, Shared
@@ -136,11 +137,13 @@ class Engines:
     def _fuse(self, rows: int) -> None:
         """The target and the head for sequences of up to `rows` rows."""
         self._rows, self._weights = rows, None  # the old ones go as the new ones come
-        products, drafts = Products(), None
+        products, drafts = Products(exact=self._config.exact), None
         try:
             model = EngineModel(self._target, max_rows=rows, products=products)
             if self._head is not None:
-                drafts = EngineHead(self._head, max_rows=rows, products=products)
+                # A draft decides how much is accepted, never what: it stays fast.
+                fast = replace(products, exact=False)
+                drafts = EngineHead(self._head, max_rows=rows, products=fast)
         except JetspecError as error:
             what = f"{error.field} {error.value} is none that the engine runs"
             mend = f"{what}; set reference"

@@ -1,8 +1,8 @@
 """The output check of a cell: is the text what plain decoding gives?
 
-In fp32 every token must be equal. In bf16 a row of logits rounds differently beside other rows, so
-a first difference between two tokens whose logits lie within rounding of the best one is a near
-tie and not an error; both numbers are reported.
+In fp32, and in the engine's bitwise mode, every token must be equal. In bf16 otherwise a row of
+logits rounds differently beside other rows, so a first difference between two tokens whose logits
+lie within rounding of the best one is a near tie and not an error; both numbers are reported.
 
 The residual rule writes another draw from the target's distribution. There the text is asked
 whether it is one: the sum of its tokens' log-probabilities must lie where the target expects it.
@@ -54,10 +54,10 @@ def check_outputs(
         passed; compared, differing and near_ties as numbers of prompts; the rule; and the first
         differing prompts with the position of their first difference.
     """
-    exact = target.dtype == torch.float32
-    ulps = config.near_tie_ulps
-    if exact and (other_kernels or cell.method == "hf_eager"):
-        exact, ulps = False, _OTHER_KERNELS_ULPS
+    other_kernels = other_kernels or cell.method == "hf_eager"
+    fp32 = target.dtype == torch.float32
+    exact = (fp32 or config.exact) and not other_kernels
+    ulps = _OTHER_KERNELS_ULPS if fp32 and other_kernels else config.near_tie_ulps
     sampling = sampling_params(config, cell.temperature)
     if config.rule == "residual" and cell.method not in BASELINES:
         return check_distribution(target, requests, outputs, sampling)
