@@ -17,7 +17,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("device: none: these tables need a CUDA GPU", file=sys.stderr)
         return 1
-    from kernels.benchmarks import attention, checks, gemm, round, sweep
+    from kernels.benchmarks import attention, checks, features, gemm, round, sweep
     from kernels.benchmarks.timing import environment
 
     tables = {
@@ -27,6 +27,10 @@ def main() -> int:
         "tree_build": lambda: round.tree_rows(not args.no_peers),
         "compaction": lambda: round.compaction_rows(not args.no_peers),
         "fusions": lambda: round.fusion_rows(not args.no_peers),
+        "exact_attention": features.exact_rows,
+        "fp8": features.fp8_rows,
+        "edges": features.edge_rows,
+        "experts": features.expert_rows,
         "sweep_attention": sweep.attention_rows,
         "sweep_parts": sweep.part_rows,
         "sweep_gemm": sweep.gemm_rows,

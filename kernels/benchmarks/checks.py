@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from kernels import reference
+from kernels.benchmarks import features
 from kernels.benchmarks.attention import Problem
 from kernels.benchmarks.inputs import random_edges
 from kernels.commit import accept_greedy, compact_kv
@@ -132,7 +133,7 @@ def exact_checks() -> Iterator[tuple[str, float, float]]:
 def run() -> list[dict[str, object]]:
     """All checks; each record says what was compared, the error, and whether it passed."""
     out = []
-    for check in (attention_checks, exact_checks, bit_checks):
+    for check in (attention_checks, exact_checks, bit_checks, features.checks):
         try:
             for what, error, allowed in check():
                 out.append({"check": what, "error": error, "passed": bool(error <= allowed)})
