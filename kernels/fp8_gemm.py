@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import dependent, dot, enter
-from kernels.small_gemm import GemmPlan, gemm_plan, parts_for
+from kernels.small_gemm import GemmPlan, fitting, gemm_plan, parts_for
 
 
 @triton.jit
@@ -57,9 +57,7 @@ def fp8_gemm(
     m, k = x.shape
     n = len(values)
     parts = parts_for(n, k) if parts is None else parts
-    plan = plan or gemm_plan(m, n, x.element_size())
-    if k % (parts * plan.step):
-        raise ValueError(f"K {k} is no multiple of {parts} parts x {plan.step}")
+    plan = fitting(plan or gemm_plan(m, n, x.element_size()), k, parts)
     shape = (m, n) if parts == 1 else (parts, m, n)
     dtype = x.dtype if parts == 1 else torch.float32
     out = torch.empty(shape, dtype=dtype, device=x.device)

@@ -7,7 +7,7 @@ is cut along K so that enough programs stream it; the parts are added, in order,
 (`add_rms_norm`, `qkv_to_cache`, `silu_mul`), which saves the extra launch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -84,6 +84,24 @@ def gemm_plan(m: int, n: int, item_bytes: int = 2) -> GemmPlan:
     return GemmPlan(tokens=128, outputs=64, step=64 // narrow, warps=4, stages=4)
 
 
+LEAST_STEP = 16
+"""K must be a multiple of it: what one matrix instruction takes."""
+
+
+def fitting(plan: GemmPlan, k: int, parts: int) -> GemmPlan:
+    """The plan with the largest step that divides a part of K.
+
+    Raises:
+        ValueError: none does.
+    """
+    step = plan.step
+    while step > LEAST_STEP and k % (parts * step):
+        step //= 2
+    if k % (parts * step):
+        raise ValueError(f"K {k} is no multiple of {parts} parts x {step}")
+    return replace(plan, step=step)
+
+
 def small_gemm(
     x: Tensor,
     w: Tensor,
@@ -101,9 +119,7 @@ def small_gemm(
     m, k = x.shape
     n = w.shape[0]
     parts = parts_for(n, k) if parts is None else parts
-    plan = plan or gemm_plan(m, n, x.element_size())
-    if k % (parts * plan.step):
-        raise ValueError(f"K {k} is no multiple of {parts} parts x {plan.step}")
+    plan = fitting(plan or gemm_plan(m, n, x.element_size()), k, parts)
     if out is None:
         shape = (m, n) if parts == 1 else (parts, m, n)
         out = torch.empty(

@@ -12,7 +12,6 @@ from tests.tiny import tiny_head, tiny_target, tiny_tokenizer
 
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
-from jetspec.engine import model as engine_model  # noqa: E402
 from jetspec.engine.benchmarks.exact_tokens import check, differences, main  # noqa: E402
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.targets.load import from_model  # noqa: E402
@@ -40,8 +39,7 @@ def model():
 @pytest.fixture(scope="module")
 def one_step():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (small_gemm, engine_model):
-            patch.setattr(module, "gemm_plan", lambda *shape: PLAN)
+        patch.setattr(small_gemm, "gemm_plan", lambda *shape: PLAN)
         patch.setattr(exact_attention, "MERGE", 2)
         yield
 
@@ -152,7 +150,7 @@ def test_tokens_and_logits_have_the_bits_of_plain_decoding(model, alone, shape) 
 def test_what_the_bitwise_mode_cannot_draft_or_sum_is_refused() -> None:
     options = {"slots": 1, "max_rows": 64, "page_size": 16, "kernels": True, "exact": True}
     with pytest.raises(JetspecError, match="engine.exact: True"):
-        Engine(tiny_target("llama", hidden_size=48, num_layers=1), None, **options)
+        Engine(tiny_target("llama", hidden_size=40, num_layers=1), None, **options)
     model = tiny_target("llama", hidden_size=128, num_layers=1)
     deep = TreeConfig(builder="best_first", depth=40, budget=8)
     with pytest.raises(JetspecError, match="at most 31 levels"):

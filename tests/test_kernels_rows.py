@@ -95,6 +95,11 @@ def test_the_cuts_of_k_follow_the_weight_and_fill_the_card() -> None:
         assert k % (gemm.parts_for(n, k) * 128) == 0
 
 
+def test_a_k_that_the_plan_does_not_divide_takes_smaller_steps() -> None:
+    x, w = torch.randn(3, 48), torch.randn(8, 48)
+    assert close(gemm.small_gemm(x, w, parts=1), reference.small_gemm(x, w), 5e-5)
+
+
 def test_small_gemm_refuses_a_k_it_cannot_cut() -> None:
     with pytest.raises(ValueError, match="K 100"):
         gemm.small_gemm(torch.randn(2, 100), torch.randn(8, 100), parts=1)

@@ -14,7 +14,7 @@ from jetspec.targets.target import Target
 from kernels.norms import add_rms_norm
 from kernels.place import gather_rows
 from kernels.rope import context_to_caches
-from kernels.small_gemm import gemm_plan
+from kernels.small_gemm import LEAST_STEP
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -46,7 +46,7 @@ class EngineModel:
         self.eps = config.rms_norm_eps
         self.layers = [Layer.from_module(m, self.heads, self.eps) for m in base.layers]
         if products.exact:
-            require_steps(self.layers[0], target.dtype.itemsize)
+            require_steps(self.layers[0])
         self.embedding = base.embed_tokens.weight
         self.norm = base.norm.weight
         self.rope_table = rope_table(
@@ -190,15 +190,14 @@ def run_layers(
     return hidden, outputs | {len(layers) - 1: last}
 
 
-def require_steps(layer: Layer, item_bytes: int) -> None:
+def require_steps(layer: Layer) -> None:
     """Refuse weights that the bitwise mode's product cannot cut into whole steps."""
     dense = [layer.mlp.down] if isinstance(layer.mlp, Mlp) else []
     for weight in (layer.qkv, layer.out, *dense):
-        step = gemm_plan(1, len(weight), item_bytes).step
-        if weight.shape[1] % step:
+        if weight.shape[1] % LEAST_STEP:
             raise JetspecError(
                 "engine.exact", True, f"a weight has {weight.shape[1]} inputs; the bitwise mode "
-                f"needs multiples of {step}; leave it off",
+                f"needs multiples of {LEAST_STEP}; leave it off",
             )  # fmt: skip
 
 
