@@ -56,7 +56,7 @@ def attention_all():
 
 def exact_all():
     ints = torch.zeros(2, dtype=torch.int32)
-    for nodes, head_dim in ((1, 128), (129, 128), (129, 64)):
+    for nodes, head_dim in ((1, 64), (129, 128)):
         kv = bf16(4, 8, 64, head_dim)
         exact_attention.exact_attention(
             bf16(2, nodes, 32, head_dim), kv, kv, ints.view(2, 1), ints, ints,
@@ -84,7 +84,7 @@ def gemm_all():
 
 
 def experts_all():
-    for tokens in (1, 129, 8192):
+    for tokens in (1, 8192):
         ids, weights = experts.route(
             torch.empty(8, tokens, 128), 8, normalise=True, like=bf16(1, 1)
         )
@@ -95,7 +95,7 @@ def experts_all():
 
 
 def fp8_all():
-    for m in (1, 64, 128):
+    for m in (1, 128):
         values = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
         fp8_gemm.fp8_gemm(bf16(m, 4096), values, torch.empty(6144, dtype=torch.int8))
 
