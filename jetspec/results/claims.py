@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetspec.ablation.report import sentence
+from jetspec.ablation.report import sentences
 from jetspec.evaluation.cells import ALL_SLICES
 from jetspec.evaluation.pooling import prompt_rows
 from jetspec.evaluation.statistics import Estimate, independent_ratio_interval
@@ -233,8 +233,8 @@ def _tree_speed(subject: Subject) -> Claim:
 
 
 def ablation_sentences(findings: Sequence[Record]) -> list[str]:
-    """Every claim of every ablation, as its own report says it."""
-    return [sentence(claim) for found in findings for claim in _of(found)]
+    """The claims of every ablation, as its own report says them."""
+    return [text for found in findings for text in sentences(_of(found))]
 
 
 def unanswered(
