@@ -9,6 +9,7 @@ import pytest
 from jetspec.ablation import study, workers
 from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
+from jetspec.ablation.making import samples_identity
 from jetspec.ablation.pool import Pool, visible_gpus
 from jetspec.ablation.study import LEFT_OUT, copy_report, run_ablation
 from jetspec.ablation.workers import OUT_OF_TIME, make_side_by_side
@@ -45,6 +46,20 @@ def test_gpus_are_those_that_the_process_may_see(monkeypatch) -> None:
     assert visible_gpus(3) == ["0", "1", "2"] and visible_gpus(0) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert visible_gpus(2) == ["5", "7"]
+
+
+def test_samples_are_shared_by_runs_that_ask_for_the_same_text() -> None:
+    limit = {"set": {"prompts.limit": 5}}
+    plan = plan_of({**VARIANTS, "fewer": limit})
+    runs = plan.runs()
+    groups: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        groups.setdefault(samples_identity(plan, name, run), []).append(name)
+    assert list(groups.values()) == [
+        ["a.seed0", "a.seed1", "other", "later.seed1", "deeper"],
+        ["corpus"],
+        ["fewer"],
+    ]
 
 
 class FakePool:
