@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from jetspec.errors import JetspecError
+from jetspec.training import corpus as corpus_module
 from jetspec.training.blocks import attention_mask, block_mask_function, dense_mask
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule
@@ -174,6 +175,18 @@ def test_steps_have_whole_batches_and_stop_at_max_steps():
     assert few.total_steps == 2 and len(few.rows(1)) == 3
     short = config.model_copy(update={"max_steps": 3})
     assert Schedule(np.full(11, 5), np.arange(11), short, None).total_steps == 3
+
+
+def test_epochs_beyond_the_last_step_are_never_packed(monkeypatch):
+    packed = []
+    rows = corpus_module._rows
+    monkeypatch.setattr(corpus_module, "_rows", lambda *a: packed.append(1) or rows(*a))
+    config = TrainingConfig(batch_size=4, epochs=10**6, max_steps=5)
+    schedule = Schedule(np.full(11, 5), np.arange(11), config, 20)
+    walked = [schedule.rows(step) for step in range(schedule.total_steps)]
+    assert schedule.total_steps == 5 and len(packed) < 12
+    again = Schedule(np.full(11, 5), np.arange(11), config, 20)
+    assert [again.rows(step) for step in reversed(range(5))] == walked[::-1]
 
 
 @pytest.fixture(scope="module")

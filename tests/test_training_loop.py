@@ -18,7 +18,7 @@ from jetspec.targets.load import load_target
 from jetspec.training import loop
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.loop import learning_rate, train
-from jetspec.training.optimizers import make_optimizers
+from jetspec.training.optimizers import clip_gradients, make_optimizers, set_learning_rate
 from jetspec.training.stage import align_weights, distil_head, starting_head
 from jetspec.training.world import World
 from tests.answers import greedy_samples, save_target, write_samples
@@ -98,23 +98,52 @@ def test_resumed_run_equals_an_unbroken_one(
         assert torch.equal(resumed.head.state_dict()[name], tensor), name
 
 
-def test_muon_moves_the_backbones_matrices_and_adamw_the_rest(target):
+def optimized(target, **changes):
     head = tiny_head(target, block_size=5, edge_rank=2)
     module = torch.nn.ModuleDict({"head": head})
-    config = settings(optimizer="muon")
-    adamw, muon = make_optimizers(config, head, module, sharded=False, fused=False)
+    return head, module, make_optimizers(
+        settings(**changes), head, module, sharded=False, fused=False
+    )  # fmt: skip
+
+
+def test_muon_moves_the_backbones_matrices_and_adamw_the_rest(target):
+    head, module, (adamw, muon) = optimized(target, optimizer="muon")
     moved = {id(p) for group in muon.param_groups for p in group["params"]}
     rest = {id(p) for group in adamw.param_groups for p in group["params"]}
     for name, parameter in head.named_parameters():
         turned = parameter.ndim == 2 and not name.startswith("edges.")
         assert (id(parameter) in moved, id(parameter) in rest) == (turned, not turned), name
     with pytest.raises(JetspecError, match=r"training.optimizer: muon: needs whole matrices"):
-        make_optimizers(config, head, module, sharded=True, fused=False)
+        make_optimizers(settings(optimizer="muon"), head, module, sharded=True, fused=False)
 
 
-def test_the_optimizer_is_part_of_what_shapes_a_head_unless_it_is_the_usual_one():
-    assert "optimizer" not in TrainingConfig().shaping()
+def test_path_scores_may_learn_at_a_rate_of_their_own(target):
+    head, _, optimizers = optimized(target, learning_rate=1e-3, path_learning_rate=1e-4)
+    set_learning_rate(optimizers, 5e-4)  # where the schedule stands at half its height
+    rates = {id(p): g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    for name, parameter in head.named_parameters():
+        expected = 5e-5 if name.startswith("edges.") else 5e-4
+        assert rates[id(parameter)] == pytest.approx(expected), name
+
+
+def test_large_gradients_of_path_scores_leave_the_backbones_alone(target):
+    head, module, _ = optimized(target)
+    for name, parameter in head.named_parameters():
+        parameter.grad = torch.full_like(parameter, 1e3 if name.startswith("edges.") else 1e-4)
+    own = torch.stack([p.grad.norm() for p in head.edges.parameters()]).norm()
+    before = {n: p.grad.clone() for n, p in head.named_parameters() if "edges." not in n}
+    norm = clip_gradients(head, module, 1.0)
+    assert all(torch.equal(p.grad, before[n]) for n, p in head.named_parameters() if n in before)
+    clipped = torch.stack([p.grad.norm() for p in head.edges.parameters()]).norm()
+    assert clipped == pytest.approx(1.0, rel=1e-4) and norm == pytest.approx(float(own), rel=1e-3)
+
+
+def test_what_shapes_a_head_leaves_out_cadence_and_settings_that_are_as_usual():
+    usual = TrainingConfig().shaping()
+    assert not {"optimizer", "path_learning_rate", "log_every", "checkpoint_every"} & set(usual)
+    assert TrainingConfig(log_every=7, checkpoint_every=9, estimate_every=11).shaping() == usual
     assert TrainingConfig(optimizer="muon").shaping()["optimizer"] == "muon"
+    assert TrainingConfig(path_learning_rate=1e-4).shaping()["path_learning_rate"] == 1e-4
 
 
 def test_broken_checkpoint_is_passed_over(target, samples, tmp_path):

@@ -57,6 +57,8 @@ class TrainingConfig(Settings):
         micro_batch_size: rows a worker holds at one time.
         max_steps: stop here even if epochs remain; None is all epochs.
         optimizer: `muon` moves the backbone's matrices by Muon, at the same learning rate.
+        path_learning_rate: of the path scores, on the same schedule; None is `learning_rate`.
+        clip_norm: largest norm of the gradients of the path scores, and of the others'.
         workers: Ray Train workers; None is one a GPU, or one on a CPU machine.
         strategy: how the head is spread over workers.
         hidden_states: `online` runs the frozen teacher every step; `cache` stores its hidden
@@ -78,6 +80,7 @@ class TrainingConfig(Settings):
     max_steps: int | None = Field(None, ge=1)
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
+    path_learning_rate: float | None = Field(None, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     warmup_fraction: float = Field(0.04, ge=0, le=1)
@@ -99,8 +102,10 @@ class TrainingConfig(Settings):
     def shaping(self) -> dict[str, Any]:
         """The settings that decide the head; how the work is spread only changes its rounding."""
         left_out = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
-        if not self.freeze_backbone:
-            left_out.add("freeze_backbone")  # keys made without it stay valid
-        if self.optimizer == "adamw":
-            left_out.add("optimizer")
+        left_out |= {"log_every", "checkpoint_every", "estimate_every"}
+        # Keys made without these stay valid.
+        fields = type(self).model_fields
+        for name in ("freeze_backbone", "optimizer", "path_learning_rate"):
+            if getattr(self, name) == fields[name].default:
+                left_out.add(name)
         return self.model_dump(mode="json", exclude=left_out)

@@ -4,6 +4,7 @@ Everything here is a pure function of (samples, config, step): a resumed run and
 workers see the same batches.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -130,29 +131,43 @@ class Schedule:
         capacity: int | None,
     ) -> None:
         self.batch_size = config.batch_size
-        self._epochs = [
-            _rows(lengths, training, np.random.default_rng([config.seed, epoch]), capacity)
-            for epoch in range(config.epochs)
-        ]
-        self._ends = np.cumsum([max(1, len(rows) // self.batch_size) for rows in self._epochs])
-        self.total_steps = int(self._ends[-1])
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
+        self._lengths, self._training, self._capacity = lengths, training, capacity
+        self._seed = config.seed
+        self._ends: list[int] = []  # the step after each epoch's last
+        self._held: tuple[int, list[tuple[int, ...]]] = (-1, [])
+        most = config.max_steps
+        while len(self._ends) < config.epochs and (most is None or self._last < most):
+            rows = self._epoch(len(self._ends))
+            self._ends.append(self._last + max(1, len(rows) // self.batch_size))
+        self.total_steps = self._last if most is None else min(self._last, most)
 
     def epoch(self, step: int) -> float:
         """Epochs done before `step` (from 0)."""
-        index = int(np.searchsorted(self._ends, step, side="right"))
+        index = bisect_right(self._ends, step)
         if index == len(self._ends):
             return float(index)
-        first = int(self._ends[index - 1]) if index else 0
-        return index + (step - first) / (int(self._ends[index]) - first)
+        first = self._first(index)
+        return index + (step - first) / (self._ends[index] - first)
 
     def rows(self, step: int) -> list[tuple[int, ...]]:
-        """The samples of every row of `step`, longest row first."""
-        index = int(np.searchsorted(self._ends, step, side="right"))
-        first = int(self._ends[index - 1]) if index else 0
-        start = (step - first) * self.batch_size
-        return self._epochs[index][start : start + self.batch_size]
+        """The samples of every row of `step`."""
+        index = bisect_right(self._ends, step)
+        start = (step - self._first(index)) * self.batch_size
+        return self._epoch(index)[start : start + self.batch_size]
+
+    @property
+    def _last(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _first(self, epoch: int) -> int:
+        return self._ends[epoch - 1] if epoch else 0
+
+    def _epoch(self, index: int) -> list[tuple[int, ...]]:
+        """The rows of an epoch; the latest is kept, since packing one takes a while."""
+        if self._held[0] != index:
+            order = np.random.default_rng([self._seed, index])
+            self._held = index, _rows(self._lengths, self._training, order, self._capacity)
+        return self._held[1]
 
 
 def _rows(

@@ -32,7 +32,11 @@ from jetspec.training.checkpoints import (
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule
 from jetspec.training.hidden_cache import HiddenCache, HiddenStates, OnlineTeacher
-from jetspec.training.optimizers import make_optimizers
+from jetspec.training.optimizers import (
+    clip_gradients,
+    make_optimizers,
+    set_learning_rate,
+)
 from jetspec.training.step import Distiller, Statistics
 from jetspec.training.world import World
 
@@ -258,12 +262,8 @@ class _Run:
                 (loss * (world.size / weight)).backward()
             statistics += Statistics(sums)
         rate = learning_rate(config, step, self.schedule.total_steps)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        norm = nn.utils.clip_grad_norm_(self.distiller.parameters(), config.clip_norm)
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
+        set_learning_rate(self.optimizers, rate)
+        norm = clip_gradients(self.head, self.distiller, config.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -286,7 +286,7 @@ class _Run:
         metrics = {
             "step": float(done),
             **self.window.metrics(),
-            "learning_rate": float(self.optimizers[0].param_groups[0]["lr"]),
+            "learning_rate": learning_rate(self.config, done - 1, self.schedule.total_steps),
             "grad_norm": norm,
             "epoch": self.schedule.epoch(done),
         }

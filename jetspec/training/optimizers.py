@@ -1,13 +1,18 @@
 """The optimizers of a training run, and what each of them moves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from jetspec.errors import JetspecError
 from jetspec.heads.registry import DraftHead
 from jetspec.training.config import TrainingConfig
+
+RATIO = "lr_ratio"
+"""Key of a parameter group: its learning rate over the schedule's."""
 
 
 def make_optimizers(
@@ -21,6 +26,8 @@ def make_optimizers(
     Path scores stay with AdamW: their factors start at zero, and a full-rank first step would not
     be small beside them.
 
+    Every group's `RATIO` is there for `set_learning_rate`.
+
     Args:
         module: whose parameters are trained; its `head` is `head`.
         sharded: whether a parameter's rows are spread over workers.
@@ -30,7 +37,9 @@ def make_optimizers(
         JetspecError: Muon over matrices that are sharded.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1]
+    path = {id(p) for p in head.path_parameters()}
+    own = [p for p in trained if id(p) in path and p.ndim > 1]
+    matrices = [p for p in trained if id(p) not in path and p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]
     turned: list[nn.Parameter] = []
     if config.optimizer == "muon":
@@ -38,11 +47,14 @@ def make_optimizers(
             raise JetspecError(
                 "training.optimizer", "muon", "needs whole matrices; set training.strategy to ddp"
             )
-        path = {id(p) for p in head.path_parameters()}
-        turned = [p for p in matrices if p.ndim == 2 and id(p) not in path]
-        moved = {id(p) for p in turned}
-        matrices = [p for p in matrices if id(p) not in moved]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0}]
+        turned = [p for p in matrices if p.ndim == 2]
+        matrices = [p for p in matrices if p.ndim != 2]
+    ratio = (config.path_learning_rate or config.learning_rate) / config.learning_rate
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, RATIO: 1.0},
+        {"params": vectors, RATIO: 1.0, "weight_decay": 0},
+        {"params": own, RATIO: ratio},
+    ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
@@ -58,10 +70,35 @@ def make_optimizers(
     if turned:
         optimizers.append(
             torch.optim.Muon(
-                turned,
+                [{"params": turned, RATIO: 1.0}],
                 lr=config.learning_rate,
                 weight_decay=config.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             )
         )
     return optimizers
+
+
+def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """Give every group its share of the schedule's rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group[RATIO]
+
+
+def clip_gradients(head: DraftHead, module: nn.Module, largest: float) -> Tensor:
+    """Bring the gradients' norm down to `largest`, path scores and the rest each by itself.
+
+    The two losses share no parameters: the large gradients of fresh path scores must not shrink
+    the backbone's steps.
+
+    Returns:
+        the norm of them all before.
+    """
+    path = {id(p) for p in head.path_parameters()}
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in module.parameters():
+        parts[id(parameter) in path].append(parameter)
+    norms = [nn.utils.clip_grad_norm_(part, largest) for part in parts if part]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
