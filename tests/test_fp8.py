@@ -101,7 +101,7 @@ def test_the_engine_decodes_a_rounded_target_as_the_reference_does(exact) -> Non
     engine = Engine(
         target, head, tree=tree, slots=1, max_rows=64, page_size=16, kernels=True, exact=exact
     )
-    assert isinstance(engine.model.layers[0].down, Fp8Weight)
+    assert isinstance(engine.model.layers[0].mlp.down, Fp8Weight)
     ours = engine.decode([[5, 9, 11]], max_new_tokens=3).generations
     theirs = decode(target, [[5, 9, 11]], max_new_tokens=3).generations
     assert ours[0].tokens == theirs[0].tokens

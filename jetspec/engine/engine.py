@@ -21,6 +21,8 @@ from jetspec.engine.paged_cache import PagedCache
 from jetspec.engine.prefill import PREFILL_CHUNK, read_prompts
 from jetspec.engine.round import Round, State, draft_depth
 from jetspec.errors import JetspecError
+from jetspec.heads.config import DraftWeights
+from jetspec.heads.eight_bits import drafting_head
 from jetspec.heads.parallel import ParallelHead
 from jetspec.sampling import SamplingParams, request_keys, sample
 from jetspec.targets.target import Target
@@ -91,6 +93,7 @@ class Engine:
             tree decoding give equal tokens at every batch. The head's own passes stay fast: a
             draft decides how much is accepted, never what.
         products: which matrix products run; None follows `exact`.
+        draft_weights: `fp8` drafts with weights in eight bits: other drafts, the same text.
         graphs: capture the round as a CUDA graph; None does so on a GPU.
         ahead: rounds enqueued before the oldest is read; None is 1 on a GPU.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
@@ -105,11 +108,13 @@ class Engine:
         self, target: Target, head: ParallelHead | None = None, *,
         tree: TreeConfig = _CHAIN, slots: int = 16, max_rows: int = 4096,
         pages: int | None = None, sampling: SamplingParams = _GREEDY, exact: bool = False,
-        products: Products | None = None, graphs: bool | None = None, ahead: int | None = None,
+        products: Products | None = None, draft_weights: DraftWeights = "own",
+        graphs: bool | None = None, ahead: int | None = None,
         kernels: bool | None = None, page_size: int = PAGE_SIZE, forced: bool = False,
         shared: Shared | None = None,
     ) -> None:  # fmt: skip
         on_gpu = target.device.type == "cuda"
+        head = drafting_head(head, target, draft_weights)
         self.target, self.head, self.tree, self.sampling = target, head, tree, sampling
         self.kernels = on_gpu if kernels is None else kernels
         self.slots, self.max_rows = slots, max_rows

@@ -1,6 +1,6 @@
 """One decoder layer over paged keys and values: five matrix products and the fused kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,17 @@ class Layer:
             heads=heads,
             eps=eps,
         )
+
+    def in_eight_bits(self) -> "Layer":
+        """The layer of a head whose weights eight bits hold (`heads.eight_bits`)."""
+        mlp = self.mlp
+        assert isinstance(mlp, Mlp)
+        assert isinstance(self.qkv, Tensor) and isinstance(self.out, Tensor)
+        assert isinstance(mlp.gate_up, Tensor) and isinstance(mlp.down, Tensor)
+        return replace(
+            self, qkv=Fp8Weight.holding(self.qkv), out=Fp8Weight.holding(self.out),
+            mlp=Mlp(Fp8Weight.holding(mlp.gate_up), Fp8Weight.holding(mlp.down)),
+        )  # fmt: skip
 
 
 def product(x: Tensor, weight: Weight, products: Products, *, whole: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from jetspec.engine.edges import EdgeTables
 from jetspec.engine.layers import Layer, Mlp, Products, Rows, product, run_layer
 from jetspec.engine.paged_cache import PagedCache
+from jetspec.engine.weights import Fp8Weight, Weight
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
@@ -81,9 +82,16 @@ class EngineModel:
         )
         return hidden, [outputs[tap] for tap in taps]
 
-    def logits(self, hidden: Tensor, products: Products | None = None) -> Tensor:
-        """hidden [T, d] -> [T, V], in the model's type: rounding is the target's own."""
-        weight = self.target.model.get_output_embeddings().weight
+    def logits(
+        self, hidden: Tensor, products: Products | None = None, weight: Weight | None = None
+    ) -> Tensor:
+        """hidden [T, d] -> [T, V], in the model's type: rounding is the target's own.
+
+        Args:
+            weight: in place of the target's output projection.
+        """
+        if weight is None:
+            weight = self.target.model.get_output_embeddings().weight
         return product(hidden, weight, products or self.products, whole=True)
 
 
@@ -124,7 +132,14 @@ class EngineHead:
         # Context rows need keys and values only: one product for all layers.
         skip = config.num_attention_heads * self.head_dim
         own = [layer.qkv for layer in self.layers]
-        self.context = torch.cat([qkv[skip:] for qkv in own if isinstance(qkv, Tensor)])
+        context = torch.cat([qkv[skip:] for qkv in own if isinstance(qkv, Tensor)])
+        self.context: Weight = context
+        self.fc: Weight = head.fc.weight
+        self.projection: Weight | None = None
+        if head.projection is not None:
+            self.projection = Fp8Weight.holding(head.projection)
+            self.context, self.fc = Fp8Weight.holding(context), Fp8Weight.holding(head.fc.weight)
+            self.layers = [layer.in_eight_bits() for layer in self.layers]
         norms = [layer.k_norm for layer in self.layers if layer.k_norm is not None]
         self.k_norms = torch.stack(norms) if norms else None
         device = head.fc.weight.device
@@ -154,7 +169,7 @@ class EngineHead:
         self, taps: Tensor, positions: Tensor, cache_rows: Tensor, cache: PagedCache
     ) -> None:
         """Project newly committed context: taps [T, n·d], positions [T], cache rows [T] or -1."""
-        fused = product(taps.to(self.head.dtype), self.head.fc.weight, self.products)
+        fused = product(taps.to(self.head.dtype), self.fc, self.products)
         fused, _ = add_rms_norm(fused, None, self.head.hidden_norm.weight, self.eps)
         context_to_caches(
             product(fused, self.context, self.products, whole=True), cache.kv, self.rope_table,

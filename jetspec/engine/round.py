@@ -140,7 +140,8 @@ class Round:
         model, edges = self.model, self.head.head.edges
         batch = len(hidden)
         rows = hidden.flatten(0, 1).contiguous()
-        logits = model.logits(rows.to(model.embedding.dtype), self.head.products)
+        rows_in = rows.to(model.embedding.dtype)
+        logits = model.logits(rows_in, self.head.products, self.head.projection)
         width = min(self.tree.width, logits.shape[-1], 32)
         ranked = self.tree.builder == "chain" and edges is None
         best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width, sums=not ranked)

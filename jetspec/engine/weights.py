@@ -6,15 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.targets.fp8 import Fp8Linear, written_out
+from jetspec.targets.fp8 import Fp8Linear, quantise, written_out
 
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """values e4m3 [N, K] times 2^exponents, int8 [N]."""
+    """values e4m3 [N, K] times 2^exponents, int8 [N].
+
+    Attributes:
+        whole: the same weight written out, where it is held anyway.
+    """
 
     values: Tensor
     exponents: Tensor
+    whole: Tensor | None = None
+
+    @classmethod
+    def holding(cls, weight: Tensor) -> "Fp8Weight":
+        """A weight [N, K] whose values eight bits hold: rounding them changes nothing."""
+        return cls(*quantise(weight), whole=weight)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -25,6 +35,8 @@ class Fp8Weight:
 
     def written_out(self, dtype: torch.dtype) -> Tensor:
         """[N, K]."""
+        if self.whole is not None and self.whole.dtype == dtype:
+            return self.whole
         return written_out(self.values, self.exponents, dtype)
 
 

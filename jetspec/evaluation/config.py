@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jetspec.errors import JetspecError
+from jetspec.heads.config import DraftWeights
 from jetspec.rules import Rule, resolve_rule
 from jetspec.sampling_settings import SamplingSettings
 from jetspec.targets.config import TargetConfig
@@ -30,6 +31,8 @@ class EvaluationConfig(SamplingSettings):
             loop; their records say so and are not compared with the engine's `plain`.
         exact: the engine's bitwise mode: its cells must give plain decoding's tokens in bf16 too,
             near ties included.
+        draft_weights: `fp8` drafts with a copy of the head and of the output projection in eight
+            bits, in every backend and in replays; the text stays the target's.
         builders: tree builders compared under the method `tree`.
         score, alpha, width, widths, depth, calibration, rank_rates: of the trees; see
             `trees.config.TreeConfig`. A chain is cut to `depth` too.
@@ -66,6 +69,7 @@ class EvaluationConfig(SamplingSettings):
     optional: ClassVar[frozenset[str]] = SamplingSettings.optional | {
         "backend",
         "exact",
+        "draft_weights",
         "draft_model",
         "draft_model_depth",
         "rule",
@@ -79,6 +83,7 @@ class EvaluationConfig(SamplingSettings):
 
     backend: Backend = "reference"
     exact: bool = False
+    draft_weights: DraftWeights = "own"
     methods: tuple[Method, ...] = ("plain", "lookup", "chain", "tree")
     builders: tuple[Literal["algorithm1", "best_first", "static"], ...] = ("best_first",)
     rule: Rule | None = None

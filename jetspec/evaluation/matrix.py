@@ -23,6 +23,7 @@ from jetspec.evaluation.report import markdown_table
 from jetspec.evaluation.scoring import scored_head
 from jetspec.evaluation.turns import Turns
 from jetspec.heads.doctor import require_fit
+from jetspec.heads.eight_bits import drafting_head
 from jetspec.heads.registry import load_head
 from jetspec.prompts import Prompt, load_prompts
 from jetspec.stages import StageResult
@@ -181,7 +182,7 @@ def load_models(config: RunConfig, head_uri: str | None) -> tuple[Any, Any | Non
     head = None if head_uri is None else load_fitting_head(head_uri, target)
     for scores in config.evaluation.scores or ():
         scored_head(head, scores)  # refuses what the head does not have
-    return target, head
+    return target, drafting_head(head, target, config.evaluation.draft_weights)
 
 
 def load_fitting_head(head_uri: str, target: Any) -> Any:

@@ -8,6 +8,7 @@ from jetspec.settings import Settings
 
 PARALLEL = "parallel"
 Normaliser = Literal["candidates", "vocabulary"]
+DraftWeights = Literal["own", "fp8"]
 
 
 class HeadSettings(Settings):

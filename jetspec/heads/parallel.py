@@ -5,6 +5,7 @@ the embedding and the output projection are the target's own and live with the t
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -51,6 +52,8 @@ class ParallelHead(DraftHead):
 
     settings = HeadConfig
     config: HeadConfig
+    projection: Tensor | None = None
+    """[V, d], drafts' own rounding of the target's output projection (`eight_bits`)."""
 
     def __init__(
         self, config: HeadConfig, *, hidden_size: int, vocab_size: int, num_target_layers: int
@@ -337,6 +340,8 @@ class ParallelHead(DraftHead):
             Slot scoring, or path scoring when the head has edges; with a second pass, the best
             `rescore_nodes` nodes by either, each scored by its own ancestors.
         """
+        if self.projection is not None:
+            logits = partial(cast(Any, logits), projection=self.projection)
         depth = self.depth if depth is None else depth
         slots = 1 + (depth if self.config.mask == "causal" else max(depth, self.depth))
         ids = torch.full(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -112,13 +113,19 @@ class Target:
         return TargetOutput(output.last_hidden_state, tapped)
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., d] -> [..., V] in fp32, with the config's scaling and soft cap."""
-        return self.project(hidden)
+    def logits(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
+        """hidden [..., d] -> [..., V] in fp32, with the config's scaling and soft cap.
 
-    def project(self, hidden: Tensor) -> Tensor:
+        Args:
+            projection: [V, d] in place of the target's own.
+        """
+        return self.project(hidden, projection)
+
+    def project(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """As `logits`, but gradients reach `hidden`: a head in training shares the projection."""
-        logits = self._lm_head(hidden.to(self.dtype)).float()
+        hidden = hidden.to(self.dtype)
+        product = self._lm_head(hidden) if projection is None else F.linear(hidden, projection)
+        logits = product.float()
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:

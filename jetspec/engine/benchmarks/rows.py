@@ -9,6 +9,7 @@ import torch
 from jetspec.engine.benchmarks.models import CONTEXT, fill
 from jetspec.engine.engine import Engine
 from jetspec.engine.layers import Products
+from jetspec.heads.config import DraftWeights
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
@@ -36,13 +37,14 @@ def shape(name: str) -> tuple[TreeConfig | None, int]:
 
 def engine_for(
     name: str, target: Target, head: ParallelHead | None, *, context: int = CONTEXT,
-    exact: bool = False, products: Products | None = None,
+    exact: bool = False, products: Products | None = None, draft_weights: DraftWeights = "own",
 ) -> Engine:  # fmt: skip
     """The engine of a row, filled and ready to replay."""
     config, batch = shape(name)
     engine = Engine(
         target, head if config else None, tree=config or CHAIN, slots=batch,
         max_rows=max(4096, context + 2048), exact=exact, products=products, forced=True,
+        draft_weights=draft_weights,
         pages=batch * (-(-(context + 2200) // 64)),
     )  # fmt: skip
     fill(engine, context)
