@@ -126,28 +126,28 @@ class SampleWriter:
         return self.uri(index)
 
 
-def read_samples(directory: str, statuses: Sequence[Status] = ("ok", "truncated")) -> list[Sample]:
-    """The samples of every shard in `directory` with one of `statuses`, in shard order.
+def read_samples(
+    *directories: str, statuses: Sequence[Status] = ("ok", "truncated")
+) -> list[Sample]:
+    """The samples of every shard in `directories` with one of `statuses`, in shard order.
 
     Raises:
         JetspecError: no shards, a corrupt one (named), or one id twice.
     """
-    names = [name for name in list_files(directory) if _SHARD.fullmatch(name)]
-    if not names:
-        raise JetspecError("samples", directory, "no sample shards; run regeneration first")
     samples: list[Sample] = []
     seen: dict[str, str] = {}
-    for name in names:
-        for sample in read_shard(join(directory, name)):
-            if sample.id in seen:
-                raise JetspecError(
-                    "samples",
-                    join(directory, name),
-                    f"holds id {sample.id[:12]} of {seen[sample.id]} again; regenerate",
-                )
-            seen[sample.id] = name
-            if sample.status in statuses:
-                samples.append(sample)
+    for directory in directories:
+        names = [name for name in list_files(directory) if _SHARD.fullmatch(name)]
+        if not names:
+            raise JetspecError("samples", directory, "no sample shards; run regeneration first")
+        for shard in (join(directory, name) for name in names):
+            for sample in read_shard(shard):
+                if sample.id in seen:
+                    mend = f"holds id {sample.id[:12]} of {seen[sample.id]} again; regenerate"
+                    raise JetspecError("samples", shard, mend)
+                seen[sample.id] = shard
+                if sample.status in statuses:
+                    samples.append(sample)
     return samples
 
 

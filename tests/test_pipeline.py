@@ -53,7 +53,7 @@ def outcome(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def sample_ids(uri: str) -> list[str]:
-    return [sample.id for sample in read_samples(uri, ("ok", "truncated", "looping"))]
+    return [sample.id for sample in read_samples(uri, statuses=("ok", "truncated", "looping"))]
 
 
 def test_one_command_leaves_samples_a_head_a_matrix_and_a_verdict(finished) -> None:

@@ -57,7 +57,7 @@ def test_looping_samples_are_left_out_unless_asked_for(directory):
     writer = SampleWriter(directory)
     writer.write(0, [sample("a"), sample("b", "truncated"), sample("c", "looping")])
     assert [s.status for s in read_samples(directory)] == ["ok", "truncated"]
-    assert [s.status for s in read_samples(directory, ("looping",))] == ["looping"]
+    assert [s.status for s in read_samples(directory, statuses=("looping",))] == ["looping"]
 
 
 def test_shards_keep_their_order_beyond_the_padding(directory):

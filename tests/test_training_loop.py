@@ -13,6 +13,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import mean_tau, replay_tau
 from jetspec.heads.doctor import check_head
 from jetspec.heads.registry import load_head
+from jetspec.samples import read_samples
 from jetspec.storage import is_complete, read_json, read_manifest
 from jetspec.targets.load import load_target
 from jetspec.training import loop
@@ -367,6 +368,24 @@ def test_finished_stage_is_reused(stage, tmp_path, monkeypatch):
     assert again.reused and again.uri == first.uri and again.facts == first.facts
     spread = raw | {"storage": str(tmp_path), "training": raw["training"] | {"workers": 2}}
     assert distil_head(parse_config(spread), samples_uri).reused
+
+
+def test_further_samples_join_and_name_another_head(stage, tmp_path):
+    raw, samples_uri, target = stage
+    more = greedy_samples(target, count=16, tokens=12, stop_token_ids=())[12:]
+    added = write_samples(more, str(tmp_path / "more"))
+    short = raw["training"] | {"max_steps": 1}
+    keys, counts = [], []
+    for extra in ([], [added]):
+        training = short | {"more_samples": extra}
+        config = parse_config(raw | {"storage": str(tmp_path), "training": training})
+        result = distil_head(config, samples_uri)
+        facts = read_manifest(result.uri, kind="head")
+        keys.append(result.key)
+        counts.append(facts["counts"]["samples"] + facts["counts"]["heldout"])
+    assert keys[0] != keys[1] and counts == [12, 16]
+    with pytest.raises(JetspecError, match="again; regenerate"):
+        read_samples(samples_uri, samples_uri)
 
 
 def test_stage_broken_off_looks_incomplete_and_resumes(stage, tmp_path):

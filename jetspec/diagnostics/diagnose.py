@@ -115,7 +115,7 @@ def make_plan(head_uri: str, config: RunConfig | None, samples_uri: str | None, 
         raise JetspecError("--samples", "not given", f"{head_uri} does not record them; give them")
     files = content_hash(read_manifest(uri, kind="samples")["files"])
     held_out = files == manifest.get("samples_key")
-    everything = read_samples(uri, STATUSES)
+    everything = read_samples(uri, statuses=STATUSES)
     statuses = dict(Counter(str(sample.status) for sample in everything))
     # Looping answers are no training text either.
     usable: Sequence[Sample] = [s for s in everything if s.status != "looping"]

@@ -65,6 +65,8 @@ class TrainingConfig(Settings):
             states once, refused when their size would pass `cache_limit_gb`.
         warm_start: where the first weights come from: a head directory's URI, `champion`,
             `shipped` (the package's own, for the embedded model), or None for fresh ones.
+        more_samples: further directories of samples of the same target, for a richer mixture; the
+            run's own come first.
         freeze_backbone: train the path scores alone, on a head that stays as it is.
         heldout_fraction: share of the prompts kept out of training for the tau estimate.
         estimate_samples: held-out samples replayed for one tau estimate, at most.
@@ -91,6 +93,7 @@ class TrainingConfig(Settings):
     hidden_states: Literal["online", "cache"] = "online"
     cache_limit_gb: float = Field(20.0, gt=0)
     warm_start: str | None = None
+    more_samples: tuple[str, ...] = ()
     freeze_backbone: bool = False
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
     estimate_samples: int = Field(32, ge=1)
@@ -100,9 +103,12 @@ class TrainingConfig(Settings):
     seed: int = 0
 
     def shaping(self) -> dict[str, Any]:
-        """The settings that decide the head; how the work is spread only changes its rounding."""
+        """The settings that decide the head; how the work is spread only changes its rounding.
+
+        Samples and the warm start decide too: by their contents, wherever they lie.
+        """
         left_out = {"workers", "strategy", "hidden_states", "cache_limit_gb", "warm_start"}
-        left_out |= {"log_every", "checkpoint_every", "estimate_every"}
+        left_out |= {"log_every", "checkpoint_every", "estimate_every", "more_samples"}
         # Keys made without these stay valid.
         fields = type(self).model_fields
         for name in ("freeze_backbone", "optimizer", "path_learning_rate"):

@@ -39,17 +39,19 @@ def head_key(config: RunConfig, fingerprint: str, samples_uri: str, warm_start: 
     Raises:
         JetspecError: the samples or the warm start are not complete.
     """
-    return content_hash(
-        {
-            "code_version": __version__,
-            "target": fingerprint,
-            "samples": _files(samples_uri, "samples"),
-            "head": config.head.model_dump(mode="json"),
-            "training": config.training.shaping(),
-            "enable_thinking": config.regeneration.enable_thinking,
-            "warm_start": None if warm_start is None else _files(warm_start, "head"),
-        }
-    )
+    shaping = {
+        "code_version": __version__,
+        "target": fingerprint,
+        "samples": _files(samples_uri, "samples"),
+        "head": config.head.model_dump(mode="json"),
+        "training": config.training.shaping(),
+        "enable_thinking": config.regeneration.enable_thinking,
+        "warm_start": None if warm_start is None else _files(warm_start, "head"),
+    }
+    if config.training.more_samples:
+        more = [_files(uri, "samples") for uri in config.training.more_samples]
+        shaping["more_samples"] = more
+    return content_hash(shaping)
 
 
 def head_stage(
@@ -102,7 +104,7 @@ def distil_head(
         config.training,
         head,
         target,
-        read_samples(samples_uri),
+        read_samples(samples_uri, *config.training.more_samples),
         directory=checkpoints,
         world=world,
         report=report,
@@ -176,6 +178,7 @@ def _write(
         "target_fingerprint": target.fingerprint,
         "samples_uri": samples_uri,
         "samples_key": _files(samples_uri, "samples"),
+        "more_samples": list(config.training.more_samples),
         "warm_start": warm_start,
         "tau_estimate": result.tau_estimate,
         "steps": result.steps,

@@ -1,4 +1,4 @@
-"""The processes that train together."""
+"""The processes that train, or decode one target, together."""
 
 import os
 from collections.abc import Iterator
@@ -29,6 +29,12 @@ class World:
             values = values.clone()
             dist.all_reduce(values)
         return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[size, ...]: every process's values in the order of ranks; the same on every one."""
+        out = values.new_empty(self.size, *values.shape)
+        dist.all_gather_into_tensor(out.view(-1), values.contiguous().view(-1))
+        return out
 
 
 @contextmanager
