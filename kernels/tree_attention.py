@@ -13,6 +13,7 @@ the same tokens do once committed, and many rows are cut less often than few: bi
 neither are `exact_attention`'s.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -23,12 +24,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import dependent, dot, enter
+from kernels.merge_splits import (
+    LAST_ROWS,
+    MERGE,
+    MERGED_ROWS,
+    _merge,
+    last_to_arrive,
+    merged_rows,
+    split_size,
+)
 
-MERGE = 8
-"""Splits merged at once; a constant of the reduction order, not a tuning knob."""
 FEW_PROGRAMS = 48
-MERGED_ROWS = 4
-"""Heads of a node that one program of the merge takes, where they divide so."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,13 @@ class Plan:
     """Launch shape. Only `tile` is part of the reduction order; keep it equal to compare bits.
 
     Attributes:
-        rows: query rows (nodes x group) a program.
+        rows: query rows (nodes x group) a program; 0 takes all of them across.
         tile: KV rows a step; at most the page size.
         warps, stages: Triton's.
         descriptors: read tiles with the bulk copy engine instead of per-thread copies.
+        across: up to so many rows that fill no tile go beside the last one, over the same loads,
+            as the matrix instruction's narrow operand; 0 gives them a tile of their own.
+        joined: the last program of a tile of rows merges its splits: no second launch.
     """
 
     rows: int
@@ -47,6 +56,16 @@ class Plan:
     warps: int
     stages: int
     descriptors: bool = False
+    across: int = 0
+    joined: bool = False
+
+    def tiles(self, rows: int) -> tuple[int, int]:
+        """(programs a KV head and split for so many query rows, rows across in the last)."""
+        if not self.rows:
+            return triton.cdiv(rows, self.across), self.across
+        if self.across and rows > self.rows and 0 < rows % self.rows <= self.across:
+            return rows // self.rows, self.across
+        return triton.cdiv(rows, self.rows), 0
 
 
 def plan_for(nodes: int, group: int, programs: int, page_size: int, item_bytes: int = 2) -> Plan:
@@ -76,15 +95,6 @@ def splits_for(programs: int) -> tuple[int, int]:
     if programs <= FEW_PROGRAMS:
         return 256, 24
     return (512, 12) if programs <= 96 else (1024, 12)
-
-
-@triton.jit
-def split_size(prefix, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """KV rows a split for a prefix of this length: SPLIT, doubled until MAX_SPLITS are enough."""
-    size = SPLIT
-    while size * MAX_SPLITS < prefix:
-        size = size * 2
-    return size
 
 
 @triton.jit
@@ -128,15 +138,137 @@ def _tile_words(bits, first, WORDS: tl.constexpr, node_ok, chunk: tl.constexpr):
 
 
 @triton.jit
+def _step_across(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
+    """As `_step`, the rows across: q [H, R], k and v [T, H], acc [H, R], allowed bool [T, R]."""
+    scores = dot(k, q) * scale
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(scores - base[None, :])
+    keep = tl.exp2(top - base)
+    acc = acc * keep[None, :]
+    acc = dot(tl.trans(v), weight.to(v.dtype), acc)
+    return acc, new_top, total * keep + tl.sum(weight, 0)
+
+
+@triton.jit
+def _seen(
+    bits_ptr, start, prefix, node, live, cols, WORDS: tl.constexpr, CAUSAL: tl.constexpr,
+    TILE: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """bool [R, T], or [T, R] across: which KV rows of the tile at `start` each row may see."""
+    row_axis: tl.constexpr = 0 if ACROSS else 1
+    place = tl.expand_dims(cols, 1 - row_axis)
+    if CAUSAL:
+        allowed = start + place <= prefix + tl.expand_dims(node, row_axis)
+    else:
+        bits = bits_ptr + node * WORDS
+        words = tl.zeros_like(place + tl.expand_dims(node, row_axis)).to(tl.uint32)
+        for chunk in tl.static_range((TILE + 31) // 32):
+            part = _tile_words(bits, start - prefix, WORDS, live, chunk)
+            words = tl.where(place // 32 == chunk, tl.expand_dims(part, row_axis), words)
+        bit = (words >> (place & 31).to(tl.uint32)) & 1
+        allowed = (start + place < prefix) | (bit != 0)
+    return allowed
+
+
+@triton.jit
+def _walk(
+    q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
+    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WORDS: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr,
+    TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """KV rows low..high for ROWS query rows from `first_row` on and ACROSS more behind them.
+
+    Args:
+        part: where this split's partial results begin, in rows.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, TILE)
+    bits_ptr += seq * nodes * WORDS
+    if ROWS:
+        rows = first_row + tl.arange(0, ROWS)
+        node = rows // GROUP
+        live = node < count
+        # [B, N, KV_HEADS, GROUP, HEAD_DIM]: query heads of one KV head are neighbours.
+        flat = ((seq * nodes + node) * KV_HEADS + head) * GROUP + rows % GROUP
+        q = tl.load(q_ptr + flat[:, None] * HEAD_DIM + dims, mask=live[:, None], other=0.0)
+        acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+    if ACROSS:
+        # A few rows as the matrix instruction's narrow operand: its wide one is the KV tile.
+        rows_x = first_row + ROWS + tl.arange(0, ACROSS)
+        node_x = rows_x // GROUP
+        live_x = node_x < count
+        flat_x = ((seq * nodes + node_x) * KV_HEADS + head) * GROUP + rows_x % GROUP
+        q_x = tl.load(
+            q_ptr + flat_x[None, :] * HEAD_DIM + dims[:, None], mask=live_x[None, :], other=0.0
+        )
+        acc_x = tl.zeros((HEAD_DIM, ACROSS), tl.float32)
+        top_x = tl.full((ACROSS,), float("-inf"), tl.float32)
+        total_x = tl.zeros((ACROSS,), tl.float32)
+
+    if CAUSAL:
+        high = tl.minimum(high, prefix + (first_row + ROWS + ACROSS - 1) // GROUP + 1)
+    last = tl.maximum(high - 1, 0) // PAGE
+    # The page of the next step is read one step ahead: tiles then wait for no other load.
+    page = tl.load(pages_ptr + tl.minimum(low // PAGE, last))
+    unmasked = tl.minimum(high, prefix // TILE * TILE)
+    for start in tl.range(low, unmasked, TILE):
+        line = (page * KV_HEADS + head) * PAGE + start % PAGE
+        page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
+        k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        if ROWS:
+            acc, top, total = _step(q, k, v, acc, top, total, live[:, None], scale, False)
+        if ACROSS:
+            acc_x, top_x, total_x = _step_across(
+                q_x, k, v, acc_x, top_x, total_x, live_x[None, :], scale, False
+            )
+
+    for start in tl.range(tl.maximum(low, unmasked), high, TILE, num_stages=2):
+        line = (page * KV_HEADS + head) * PAGE + start % PAGE
+        page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
+        k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        if ROWS:
+            allowed = _seen(bits_ptr, start, prefix, node, live, cols, WORDS, CAUSAL, TILE, False)
+            acc, top, total = _step(q, k, v, acc, top, total, allowed, scale, True)
+        if ACROSS:
+            allowed_x = _seen(
+                bits_ptr, start, prefix, node_x, live_x, cols, WORDS, CAUSAL, TILE, True
+            )
+            acc_x, top_x, total_x = _step_across(
+                q_x, k, v, acc_x, top_x, total_x, allowed_x, scale, True
+            )
+
+    if ROWS:
+        flat += part
+        tl.store(top_ptr + flat, top, mask=live)
+        tl.store(sum_ptr + flat, total, mask=live)
+        tl.store(out_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
+    if ACROSS:
+        flat_x += part
+        tl.store(top_ptr + flat_x, top_x, mask=live_x)
+        tl.store(sum_ptr + flat_x, total_x, mask=live_x)
+        tl.store(out_ptr + flat_x[None, :] * HEAD_DIM + dims[:, None], acc_x, mask=live_x[None, :])
+
+
+@triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, counts_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
-    scale, max_pages, nodes, batch,
+    q_ptr, k_ptr, v_ptr, pages_ptr, prefix_ptr, counts_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
+    counters_ptr, out_ptr, scale, max_pages, nodes, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    JOINED: tl.constexpr, MERGE: tl.constexpr, LAST_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    tiles_of_rows = tl.cdiv(nodes * GROUP, ROWS)
+    tiles_of_rows = tl.num_programs(0) // KV_HEADS
     row_tile = tl.program_id(0) % tiles_of_rows
     head = tl.program_id(0) // tiles_of_rows
     split = tl.program_id(1)
@@ -147,107 +279,51 @@ def _attend(
     size = split_size(prefix, SPLIT, MAX_SPLITS)
     low = split * size
     high = tl.minimum(low + size, prefix + count)
-    first_row = row_tile * ROWS
+    # All tiles have ROWS rows; those that are left over go across, beside the last.
+    first_row = row_tile * (ROWS if ROWS else ACROSS)
+    part = split * batch * nodes * KV_HEADS * GROUP
+    merging = split < 0
     if (low < high) & (first_row < count * GROUP):
-        rows = first_row + tl.arange(0, ROWS)
-        node = rows // GROUP
-        live = node < count
-        dims = tl.arange(0, HEAD_DIM)
-        cols = tl.arange(0, TILE)
-        # [B, N, KV_HEADS, GROUP, HEAD_DIM]: query heads of one KV head are neighbours.
-        flat = ((seq * nodes + node) * KV_HEADS + head) * GROUP + rows % GROUP
-        q = tl.load(q_ptr + flat[:, None] * HEAD_DIM + dims, mask=live[:, None], other=0.0)
-        acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-
-        if CAUSAL:
-            high = tl.minimum(high, prefix + (first_row + ROWS - 1) // GROUP + 1)
         pages_ptr += seq * max_pages
-        last = tl.maximum(high - 1, 0) // PAGE
-        # The page of the next step is read one step ahead: tiles then wait for no other load.
-        page = tl.load(pages_ptr + tl.minimum(low // PAGE, last))
-        unmasked = tl.minimum(high, prefix // TILE * TILE)
-        for start in tl.range(low, unmasked, TILE):
-            line = (page * KV_HEADS + head) * PAGE + start % PAGE
-            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            acc, top, total = _step(q, k, v, acc, top, total, live[:, None], scale, False)
-
-        node_bits = bits_ptr + (seq * nodes + node) * WORDS
-        for start in tl.range(tl.maximum(low, unmasked), high, TILE, num_stages=2):
-            line = (page * KV_HEADS + head) * PAGE + start % PAGE
-            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            if CAUSAL:
-                allowed = (start + cols)[None, :] <= prefix + node[:, None]
+        if ROWS and ACROSS:
+            if row_tile == tiles_of_rows - 1:
+                _walk(
+                    q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
+                    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+                    KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, ACROSS, TILE,
+                    DESCRIPTORS,
+                )  # fmt: skip
             else:
-                words = tl.zeros((ROWS, TILE), tl.uint32)
-                for chunk in tl.static_range((TILE + 31) // 32):
-                    part = _tile_words(node_bits, start - prefix, WORDS, live, chunk)
-                    words = tl.where((cols // 32 == chunk)[None, :], part[:, None], words)
-                bit = (words >> (cols & 31).to(tl.uint32)[None, :]) & 1
-                allowed = (start + cols < prefix)[None, :] | (bit != 0)
-            acc, top, total = _step(q, k, v, acc, top, total, allowed, scale, True)
-
-        flat += split * batch * nodes * KV_HEADS * GROUP
-        tl.store(top_ptr + flat, top, mask=live)
-        tl.store(sum_ptr + flat, total, mask=live)
-        tl.store(out_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
-
-
-@triton.jit
-def _merge(
-    part_ptr, top_ptr, sum_ptr, prefix_ptr, counts_ptr, out_ptr, nodes, batch,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    enter(PDL)
-    first_row = tl.program_id(0) * ROWS  # heads of one node
-    row = first_row + tl.arange(0, ROWS)
-    node = first_row // HEADS % nodes
-    seq = first_row // HEADS // nodes
-    prefix = tl.load(prefix_ptr + seq)
-    count = tl.load(counts_ptr + seq)
-    used = tl.cdiv(prefix + count, split_size(prefix, SPLIT, MAX_SPLITS))
-    used = tl.where(node < count, used, 0)  # a padding row gets zeros
-    dims = tl.arange(0, HEAD_DIM)
-    rows_in_all = batch * nodes * HEADS
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for first in tl.range(0, used, MERGE):
-        new_top = top
-        for index in tl.static_range(MERGE):
-            split = first + index
-            at = split * rows_in_all + row
-            there = (split < used) & (row >= 0)
-            tops = tl.load(top_ptr + at, mask=there, other=float("-inf"))
-            new_top = tl.maximum(new_top, tops)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep = tl.exp2(top - base)
-        acc = acc * keep[:, None]
-        total = total * keep
-        for index in tl.static_range(MERGE):
-            split = first + index
-            there = (split < used) & (row >= 0)
-            at = split * rows_in_all + row
-            tops = tl.load(top_ptr + at, mask=there, other=float("-inf"))
-            sums = tl.load(sum_ptr + at, mask=there, other=0.0)
-            part = tl.load(
-                part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
-                mask=there[:, None],
-                other=0.0,
-            )
-            weight = tl.exp2(tops - base)
-            acc += part * weight[:, None]
-            total += sums * weight
-        top = new_top
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_at = out_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty))
+                _walk(
+                    q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
+                    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+                    KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, 0, TILE, DESCRIPTORS,
+                )  # fmt: skip
+        else:
+            _walk(
+                q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
+                first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+                KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, ACROSS, TILE, DESCRIPTORS,
+            )  # fmt: skip
+        if JOINED:
+            counter = counters_ptr + seq * tl.num_programs(0) + tl.program_id(0)
+            merging = last_to_arrive(counter, tl.cdiv(prefix + count, size))
+    elif JOINED:
+        merging = split == 0  # nobody comes: rows of padding are zeros
+    if JOINED and merging:
+        beside = ACROSS if ROWS == 0 or row_tile == tiles_of_rows - 1 else 0
+        stop = tl.minimum(first_row + ROWS + beside, nodes * GROUP)
+        dims = tl.arange(0, HEAD_DIM)
+        for first in tl.range(first_row, stop, LAST_ROWS, num_stages=1):
+            rows = first + tl.arange(0, LAST_ROWS)
+            node = rows // GROUP
+            flat = ((seq * nodes + node) * KV_HEADS + head) * GROUP + rows % GROUP
+            out = merged_rows(
+                part_ptr, top_ptr, sum_ptr, flat, node < count, tl.cdiv(prefix + count, size),
+                batch * nodes * KV_HEADS * GROUP, HEAD_DIM, MERGE, LAST_ROWS,
+            )  # fmt: skip
+            out_at = out_ptr + flat.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(rows < stop)[:, None])
 
 
 def splits_needed(nodes: int, max_context: int, split: int, max_splits: int) -> int:
@@ -271,6 +347,19 @@ class Workspace:
             torch.empty(splits, rows, dtype=torch.float32, device=device),
             torch.empty(splits, rows, dtype=torch.float32, device=device),
         )
+
+
+@functools.cache
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """int32: where programs of one launch meet; every launch leaves them at 0.
+
+    Launches that share them must follow each other on one stream.
+    """
+    return _zeros(triton.next_power_of_2(max(count, 1024)), device)
 
 
 def tree_attention(
@@ -313,7 +402,7 @@ def tree_attention(
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
     plan = plan or plan_for(nodes, group, kv_heads * batch, page_size, q.element_size())
-    row_tiles = triton.cdiv(nodes * group, plan.rows)
+    row_tiles, across = plan.tiles(nodes * group)
     usual = splits_for(row_tiles * kv_heads * batch)
     split, max_splits = split or usual[0], max_splits or usual[1]
     if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
@@ -337,12 +426,16 @@ def tree_attention(
         q, key_source, value_source, page_table, prefix_lengths, node_counts,
         prefix_lengths if ancestor_bits is None else ancestor_bits,
         workspace.out, workspace.top, workspace.total,
+        counters(row_tiles * kv_heads * batch, q.device) if plan.joined else prefix_lengths, out,
         scale * 1.4426950408889634, page_table.shape[1], nodes, batch,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
-        ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
+        ROWS=plan.rows, ACROSS=across, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
+        JOINED=plan.joined, MERGE=MERGE, LAST_ROWS=LAST_ROWS,
         num_warps=plan.warps, num_stages=plan.stages, **dependent(),
     )  # fmt: skip
+    if plan.joined:
+        return out
     merged = math.gcd(MERGED_ROWS, heads)
     _merge[(batch * nodes * heads // merged,)](
         workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,

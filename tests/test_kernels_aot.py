@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
+import dataclasses
+
 import torch
 from kernels import (
     aot, commit, distillation, edges, exact_attention, experts, fp8_gemm, launch, mlp, norms,
@@ -34,9 +36,9 @@ def record(module, *names):
     return recorders
 
 
-def attention(nodes, head_dim, causal, descriptors):
+def attention(nodes, head_dim, causal, descriptors, **variant):
     plan = tree_attention.plan_for(nodes, 4, 16, 64)
-    plan = tree_attention.Plan(plan.rows, plan.tile, plan.warps, plan.stages, descriptors)
+    plan = dataclasses.replace(plan, descriptors=descriptors, **variant)
     kv = bf16(4, 8, 64, head_dim)
     ints = torch.zeros(2, dtype=torch.int32)
     bits = None if causal else torch.zeros(2, nodes, -(-nodes // 32), dtype=torch.int32)
@@ -52,6 +54,8 @@ def attention_all():
     attention(129, 128, False, False)
     attention(129, 64, False, False)
     attention(129, 128, False, True)
+    attention(129, 128, False, True, across=16, joined=True)
+    attention(1, 128, True, False, rows=0, across=16, joined=True)
 
 
 def exact_all():

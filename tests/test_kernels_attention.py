@@ -1,5 +1,7 @@
 """Tree attention over paged caches against the dense reference, in the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,3 +112,36 @@ def test_unsupported_shapes_are_refused() -> None:
     inputs = problem(5, [3], 2, heads=2, kv_heads=1, head_dim=16)
     with pytest.raises(ValueError, match="tile 32 must divide page 16"):
         check(inputs, Plan(16, 32, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "causal", "plan"),
+    [
+        (9, True, Plan(16, 16, 4, 2, across=16)),
+        (17, False, Plan(16, 16, 4, 2, across=16, joined=True)),
+        (5, True, Plan(16, 16, 4, 2, across=16, joined=True)),
+        (3, False, Plan(0, 16, 4, 2, across=16, joined=True)),
+        (11, False, Plan(0, 16, 4, 2, across=16)),
+    ],
+    ids=["beside a tile", "beside the last", "none left", "across alone", "across in two tiles"],
+)
+def test_rows_across_and_merging_in_one_launch_equal_the_reference(nodes, causal, plan) -> None:
+    """Trees behind several splits and behind no prefix, most of the second one's rows padding."""
+    inputs = problem(6, [37, 0], nodes, heads=2, kv_heads=1, head_dim=16)
+    inputs[5][1] = 1
+    out = torch.full_like(inputs[0], float("nan"))
+    check(inputs, plan, causal=causal, split=16, max_splits=3, out=out)
+    assert torch.equal(out[1, 1:], torch.zeros_like(out[1, 1:]))
+    if plan.joined:  # a launch leaves the counters as it found them
+        assert not attention.counters(1, torch.device("cpu")).any()
+        apart = replace(plan, joined=False)
+        assert torch.equal(out, check(inputs, apart, causal=causal, split=16, max_splits=3))
+
+
+def test_tiles_of_rows() -> None:
+    plan = Plan(64, 64, 4, 3, across=16)
+    assert [plan.tiles(4 * n) for n in (1, 16, 17, 20, 21, 129)] == [
+        (1, 0), (1, 0), (1, 16), (1, 16), (2, 0), (8, 16)
+    ]  # fmt: skip
+    assert Plan(64, 64, 4, 3).tiles(516) == (9, 0)
+    assert Plan(0, 64, 4, 3, across=16).tiles(4) == (1, 16)

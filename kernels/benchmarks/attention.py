@@ -50,7 +50,7 @@ class Problem:
         self, plan: Plan | None, split: int | None = None, max_splits: int | None = None
     ) -> list[Callable[[], Tensor]]:
         rows = self.nodes * HEADS // KV_HEADS
-        tiles = -(-rows // (plan.rows if plan else 64))
+        tiles = plan.tiles(rows)[0] if plan else -(-rows // 64)
         usual = splits_for(tiles * KV_HEADS * self.batch)
         split, max_splits = split or usual[0], max_splits or usual[1]
         splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits)
