@@ -8,17 +8,18 @@ A stop found that way costs one discarded round of its slot.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from jetspec.decode import PHASES, DecodeResult, Sequel, decode
+from jetspec.decode import PHASES, DecodeResult, decode
 from jetspec.drafters import HeadDrafter
+from jetspec.engine.job import Ints, Job
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
-from jetspec.engine.prefill import PREFILL_CHUNK, read_prompts
+from jetspec.engine.prefill import PREFILL_CHUNK, Stopwatch, read_prompts, to_device
 from jetspec.engine.round import Round, State, draft_depth
 from jetspec.errors import JetspecError
 from jetspec.heads.config import DraftWeights
@@ -40,31 +41,22 @@ _GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A round that was enqueued: who took part, and where its result arrives."""
+class Arrival:
+    """Where a round's result arrives on the host (see `State.out`), behind it the anchors that it
+    began with, and what tells that they have; None where nothing is asynchronous."""
 
-    running: dict[int, Sequel]
     out: Tensor
+    anchors: Tensor
     done: torch.cuda.Event | None
 
 
-@dataclass
-class Job:
-    """One call of `Engine.decode`."""
+@dataclass(frozen=True)
+class Flight:
+    """A round that was enqueued: `Job.prompt` and `Job.fresh` of then, and where it arrives."""
 
-    sequels: list[Sequel]
-    keys: Tensor
-    limits: list[int]
-    stops: frozenset[int]
-    new_tokens: int
-    on_tokens: Callable[[int], None]
-    waiting: deque[int] = field(default_factory=deque)
-    running: dict[int, Sequel] = field(default_factory=dict)
-
-    def extend(self, sequel: Sequel, tokens: list[int]) -> int:
-        kept = sequel.extend(tokens, self.stops, self.new_tokens)
-        self.on_tokens(kept)
-        return kept
+    took_part: Ints
+    fresh: list[int]
+    arrival: Arrival
 
 
 @dataclass(frozen=True)
@@ -184,35 +176,32 @@ class Engine:
         if not self.kernels:
             return self._reference(prompts, ids, max_new_tokens, stop_token_ids, on_tokens)
         self._check(prompts, max_new_tokens, len(ids), budgets)
+        device = self.target.device
         most = max(self.round.nodes - 1, 1)
         job = Job(
-            sequels=[Sequel(list(prompt)) for prompt in prompts],
-            keys=request_keys(ids, self.target.device),
+            prompts,
+            keys=request_keys(ids, device),
+            slots=self.slots,
             limits=[max(1, min(most, limit)) for limit in budgets or [most] * len(prompts)],
-            stops=frozenset(
-                self.target.eos_token_ids if stop_token_ids is None else stop_token_ids
-            ),
+            depth=self.round.depth,
+            stops=self.target.eos_token_ids if stop_token_ids is None else stop_token_ids,
             new_tokens=max_new_tokens,
             on_tokens=on_tokens,
-            waiting=deque(range(len(prompts))),
         )
-        device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        seconds = dict.fromkeys(PHASES, 0.0)
+        started, prefill = time.perf_counter(), Stopwatch(device)
         flights: deque[Flight] = deque()
-        while job.waiting or job.running:
-            started = time.perf_counter()
-            self._admit_waiting(job)
-            admitted = time.perf_counter()
-            seconds["prefill"] += admitted - started
-            if job.running:
+        while job.waiting or len(job.running):
+            self._admit_waiting(job, prefill)
+            if len(job.running):
                 flights.append(self._fly(job))
                 if len(flights) > self._ahead:
                     self._land(flights.popleft(), job)
-            seconds["verify"] += time.perf_counter() - admitted
+        seconds = dict.fromkeys(PHASES, 0.0) | {"prefill": prefill.seconds()}
+        seconds["verify"] = time.perf_counter() - started - seconds["prefill"]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        return DecodeResult([s.generation for s in job.sequels], seconds, peak)
+        return DecodeResult(job.generations, seconds, peak)
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -261,53 +250,54 @@ class Engine:
 
     def _fly(self, job: Job) -> Flight:
         """Enqueue a round and the copy of its result."""
-        self.reach = 0
-        for slot, sequel in job.running.items():
-            rows = len(sequel.history) - 1 + self._margin
-            self.cache.resize(slot, rows)
-            self.reach = max(self.reach, rows)
+        slots = job.running
+        rows = job.rows(slots) + self._margin
+        self.cache.resize_all(slots, rows)
+        self.reach = int(rows.max())
         self.cache.upload()
+        arrival = self._arrivals.pop(0)
+        self._arrivals.append(arrival)
+        fresh, job.fresh = job.fresh, []
+        if fresh:
+            arrival.anchors.copy_(self.state.anchors, non_blocking=True)
         self.launch()
-        out, done = self._arrivals.pop(0)
-        self._arrivals.append((out, done))
-        out.copy_(self.state.out, non_blocking=True)
-        if done is not None:
-            done.record()
-        return Flight(dict(job.running), out, done)
+        arrival.out.copy_(self.state.out, non_blocking=True)
+        if arrival.done is not None:
+            arrival.done.record()
+        return Flight(job.prompt.copy(), fresh, arrival)
 
     def _land(self, flight: Flight, job: Job) -> None:
         """Take over what a round committed."""
-        if flight.done is not None:
-            flight.done.synchronize()
-        rows = flight.out.tolist()
-        for slot, sequel in flight.running.items():
-            generation = sequel.generation
-            if generation.finish:
-                continue  # it had finished when this round was enqueued unseen
-            length, tokens = rows[slot][0], rows[slot][1:]
-            generation.rounds.append(job.extend(sequel, tokens[:length]))
-            generation.accepted.append(length - 1)
-            if generation.finish:
-                self._release(slot, job)
+        arrival = flight.arrival
+        if arrival.done is not None:
+            arrival.done.synchronize()
+        out, anchors = arrival.out.numpy(), arrival.anchors.numpy()
+        ended = job.take(flight.took_part, flight.fresh, anchors, out)
+        if ended:
+            self._release(ended)
 
-    def _arrival(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Where a round's result arrives on the host, and what tells that it has."""
-        out = torch.empty_like(self.state.out, device="cpu")
+    def _arrival(self) -> Arrival:
+        out, anchors = (
+            torch.empty_like(sent, device="cpu") for sent in (self.state.out, self.state.anchors)
+        )
         if not self.state.out.is_cuda:
-            return out, None
-        return out.pin_memory(), torch.cuda.Event()
+            return Arrival(out, anchors, None)
+        return Arrival(out.pin_memory(), anchors.pin_memory(), torch.cuda.Event())
 
-    def _admit_waiting(self, job: Job) -> None:
+    def _admit_waiting(self, job: Job, prefill: Stopwatch) -> None:
         """Fill free slots; prompts that fit one pass are read together."""
-        free = [slot for slot in range(self.slots) if slot not in job.running]
+        if not job.waiting:
+            return
+        free = job.free
         # A pass costs its launches however few prompts it reads: with many slots some wait for it.
-        if job.running and len(free) < min(len(job.waiting), self.slots // ADMITTED_SHARE):
+        idle = len(free) == self.slots
+        if not idle and len(free) < min(len(job.waiting), self.slots // ADMITTED_SHARE):
             return
         while free and job.waiting:
             group: dict[int, int] = {}  # slot -> prompt
             longest = 0
             while free and job.waiting:
-                length = len(job.sequels[job.waiting[0]].history)
+                length = len(job.prompts[job.waiting[0]])
                 longest = max(longest, length)
                 padded = (len(group) + 1) * min(longest, PREFILL_CHUNK)
                 rows = length + job.new_tokens + self._margin
@@ -318,41 +308,37 @@ class Engine:
                 self.cache.reserve(slot, rows)
             if not group:
                 return
-            self._admit(group, job)
-            free = [slot for slot in range(self.slots) if slot not in job.running]
+            job.begin(group)
+            with prefill.running():
+                self._admit(group, job)
 
     @torch.no_grad()
     def _admit(self, group: dict[int, int], job: Job) -> None:
         """Read a group's prompts in chunks into their slots, and sample their first anchors."""
         device, state = self.target.device, self.state
-        slots = torch.tensor(list(group), device=device)
-        sequels = [job.sequels[index] for index in group.values()]
-        for slot, sequel in zip(group, sequels, strict=True):
-            self.cache.resize(slot, len(sequel.history) + self._margin)
+        prompts = [job.prompts[prompt] for prompt in group.values()]
+        for slot, prompt in zip(group, prompts, strict=True):
+            self.cache.resize(slot, len(prompt) + self._margin)
         self.cache.upload()
-        keys = job.keys[list(group.values())]
-        prompts = [sequel.history for sequel in sequels]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        hidden = read_prompts(self.round, self.cache, prompts, self.cache.table[slots])
+        facts = [(s, p, len(job.prompts[p]), job.limits[p]) for s, p in group.items()]
+        slots, indices, lengths, limits = to_device(facts, device).unbind(1)
+        hidden = read_prompts(self.round, self.cache, prompts, lengths, self.cache.table[slots])
         logits = self.model.logits(hidden)
+        keys = job.keys[indices]
         anchors = sample(logits.float(), self.sampling, keys, lengths)
         state.anchors[slots] = anchors
         state.ids[slots, 0] = anchors
         state.prefix[slots] = lengths.int()
-        state.active[slots] = 1
+        state.active.index_fill_(0, slots, 1)
         state.keys[slots] = keys
-        state.limits[slots] = torch.tensor([job.limits[i] for i in group.values()], device=device)
-        for slot, sequel, token in zip(group, sequels, anchors.tolist(), strict=True):
-            job.running[slot] = sequel
-            job.extend(sequel, [token])
-            if sequel.generation.finish:
-                self._release(slot, job)
+        state.limits[slots] = limits
 
-    def _release(self, slot: int, job: Job) -> None:
-        del job.running[slot]
-        self.cache.release(slot)
-        self.state.active[slot] = 0
-        self.state.prefix[slot] = 0
+    def _release(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.cache.release(slot)
+        ended = to_device(slots, self.target.device)
+        self.state.active.index_fill_(0, ended, 0)
+        self.state.prefix.index_fill_(0, ended, 0)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, ids: int,

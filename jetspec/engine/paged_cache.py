@@ -1,6 +1,8 @@
 """KV memory in pages: a free list on the host, one tensor and one page table on the device."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from jetspec.errors import JetspecError
@@ -32,9 +34,11 @@ class PagedCache:
         )
         self.table = torch.zeros(slots, self.max_pages, dtype=torch.int32, device=device)
         self._staging = torch.zeros(slots, self.max_pages, dtype=torch.int32)
+        self._rows = self._staging.numpy()  # the same memory
         self._free = list(range(self.pages - 1, -1, -1))
-        self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._held = np.zeros(slots, np.int64)  # pages, by slot
         self._reserved = [0] * slots
+        self._promised = 0  # pages, the sum of those
         self._changed = False
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -47,16 +51,24 @@ class PagedCache:
 
     def fits(self, rows: int) -> bool:
         """Whether a sequence of at most this many rows can be promised its pages now."""
-        return -(-rows // self.page_size) <= self.pages - sum(self._reserved)
+        return -(-rows // self.page_size) <= self.pages - self._promised
 
     def reserve(self, slot: int, rows: int) -> None:
         """Promise a slot the pages of `rows` rows, until it is released."""
+        self._promised -= self._reserved[slot]
         self._reserved[slot] = -(-rows // self.page_size)
+        self._promised += self._reserved[slot]
 
     def release(self, slot: int) -> None:
         """Give back a slot's pages and its promise."""
-        self._reserved[slot] = 0
+        self.reserve(slot, 0)
         self.resize(slot, 0)
+
+    def resize_all(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """`resize` for many slots; one whose pages do for its rows costs next to nothing."""
+        other = -(-rows // self.page_size) != self._held[slots]
+        for slot, wanted in zip(slots[other].tolist(), rows[other].tolist(), strict=True):
+            self.resize(slot, wanted)
 
     def resize(self, slot: int, rows: int) -> None:
         """Hold exactly the pages that `rows` rows need; `upload` makes it known to the device.
@@ -64,19 +76,17 @@ class PagedCache:
         Raises:
             JetspecError: no page is left, or the sequence outgrows the table.
         """
-        held = self._held[slot]
-        wanted = -(-rows // self.page_size)
+        held, wanted = int(self._held[slot]), -(-rows // self.page_size)
         if wanted > self.max_pages:
             raise JetspecError("engine.max_rows", rows, "the sequence outgrew it; raise max_rows")
-        if wanted - len(held) > len(self._free):
+        if wanted - held > len(self._free):
             raise JetspecError("engine.pages", self.pages, "all in use; fewer slots or more pages")
-        while len(held) > wanted:
-            self._free.append(held.pop())
-        while len(held) < wanted:
-            page = self._free.pop()
-            self._staging[slot, len(held)] = page
-            held.append(page)
+        pages = self._rows[slot]
+        self._free += pages[wanted:held][::-1].tolist()
+        for place in range(held, wanted):
+            pages[place] = self._free.pop()
             self._changed = True
+        self._held[slot] = wanted
 
     def upload(self) -> None:
         """Send the page table to the device if it has new entries; rounds under way keep theirs."""

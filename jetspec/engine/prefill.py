@@ -1,6 +1,16 @@
-"""Prompts into pages: the pass before a sequence's first round."""
+"""Prompts into pages: the pass before a sequence's first round.
 
+Nothing here waits for the device: what the host knows goes there from pinned memory, behind the
+rounds that were enqueued before.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from jetspec.engine.layers import Rows
@@ -12,19 +22,23 @@ PREFILL_CHUNK = 512  # prompt tokens of one sequence in one pass
 
 
 def read_prompts(
-    round: Round, cache: PagedCache, prompts: list[list[int]], table: Tensor
-) -> Tensor:
+    round: Round, cache: PagedCache, prompts: Sequence[Sequence[int]], lengths: Tensor,
+    table: Tensor,
+) -> Tensor:  # fmt: skip
     """Keys and values of a group's prompts, and the head's context, chunk by chunk.
 
     Args:
+        lengths: long [G], of the prompts, on the device.
         table: int [G, max_pages], the pages of each prompt's slot.
 
     Returns:
         [G, d], the hidden state of every prompt's last token.
     """
     device, longest = table.device, max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    padded = np.zeros((len(prompts), longest), np.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    ids = to_device(padded, device)
     last: Tensor | None = None
     for first in range(0, longest, PREFILL_CHUNK):
         chunk = ids[:, first : first + PREFILL_CHUNK]
@@ -44,3 +58,36 @@ def read_prompts(
         last = ends if last is None else torch.where(here, ends, last)
     assert last is not None
     return last
+
+
+def to_device(values: ArrayLike, device: torch.device) -> Tensor:
+    """A tensor of the host's values; a GPU fetches it in its turn, and nobody waits."""
+    tensor = torch.as_tensor(np.asarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Stopwatch:
+    """Adds up what the blocks under it take: the device's time where it is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._spans.append((start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+
+    def seconds(self) -> float:
+        """Of all blocks; the device must be through them."""
+        spent = sum(start.elapsed_time(end) for start, end in self._spans)
+        return self._seconds + spent / 1e3
