@@ -19,6 +19,7 @@ from jetspec.engine.job import Ints, Job
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
+from jetspec.engine.parallel import Ranks, split_target
 from jetspec.engine.prefill import PREFILL_CHUNK, Stopwatch, read_prompts, to_device
 from jetspec.engine.round import Round, State, draft_depth
 from jetspec.errors import JetspecError
@@ -90,6 +91,8 @@ class Engine:
         ahead: rounds enqueued before the oldest is read; None is 1 on a GPU.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
         forced: commit path lengths that `state.forced` holds (for timing with random weights).
+        ranks: the processes that hold the target together (`jetspec.engine.parallel`); each makes
+            the same engine and the same calls.
         shared: weights and pages to use, made for the same slots, rows, pages and products.
 
     Raises:
@@ -103,7 +106,7 @@ class Engine:
         products: Products | None = None, draft_weights: DraftWeights = "own",
         graphs: bool | None = None, ahead: int | None = None,
         kernels: bool | None = None, page_size: int = PAGE_SIZE, forced: bool = False,
-        shared: Shared | None = None,
+        ranks: Ranks = Ranks(), shared: Shared | None = None,
     ) -> None:  # fmt: skip
         on_gpu = target.device.type == "cuda"
         head = drafting_head(head, target, draft_weights)
@@ -111,6 +114,8 @@ class Engine:
         self.kernels = on_gpu if kernels is None else kernels
         self.slots, self.max_rows = slots, max_rows
         if not self.kernels:
+            if ranks.world.size > 1:
+                split_target(target, ranks.world)
             return
         if tree.builder not in ("chain", "best_first"):
             raise JetspecError("tree.builder", tree.builder, "the engine builds chain, best_first")
@@ -128,9 +133,11 @@ class Engine:
             )
         if shared is None:
             products = products or Products(exact=exact)
-            model = EngineModel(target, max_rows=max_rows, products=products)
+            model = EngineModel(target, max_rows=max_rows, products=products, ranks=ranks)
             fast = replace(products, exact=False)
-            drafts = EngineHead(head, max_rows=max_rows, products=fast) if head else None
+            drafts = None
+            if head is not None:
+                drafts = EngineHead(head, max_rows=max_rows, products=fast, world=ranks.of_head)
             cache = model.new_cache(slots, max_rows, page_size, pages)
             shared = Shared(model, drafts, cache)
         self.model, self.cache = shared.model, shared.cache

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jetspec.engine.experts import Experts
 from jetspec.engine.weights import Fp8Weight, Weight, fused
+from jetspec.training.world import World
 from kernels.exact_attention import exact_attention
 from kernels.fp8_gemm import fp8_gemm
 from kernels.mlp import silu_mul
@@ -92,7 +93,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer's weights, QKV fused."""
+    """A decoder layer's weights, QKV fused.
+
+    Attributes:
+        heads: query heads of this rank.
+        world: the ranks that hold the layer's parts together.
+    """
 
     input_norm: Tensor
     qkv: Weight
@@ -104,9 +110,10 @@ class Layer:
     mlp: Mlp | Experts
     heads: int
     eps: float
+    world: World = World()
 
     @classmethod
-    def from_module(cls, module: Any, heads: int, eps: float) -> "Layer":
+    def from_module(cls, module: Any, heads: int, eps: float, world: World = World()) -> "Layer":
         """From a Llama, Qwen2, Qwen3 or Qwen3-MoE layer, or a layer of a parallel head.
 
         The module's own weights become views of the fused ones: memory holds them once.
@@ -124,8 +131,9 @@ class Layer:
             out=fused(attention.o_proj),
             post_norm=module.post_attention_layernorm.weight,
             mlp=Experts.of(module.mlp) or Mlp.of(module.mlp),
-            heads=heads,
+            heads=heads // world.size,
             eps=eps,
+            world=world,
         )
 
     def in_eight_bits(self) -> "Layer":
@@ -163,6 +171,17 @@ def product(x: Tensor, weight: Weight, products: Products, *, whole: bool = Fals
         torch.backends.cuda.preferred_blas_library(before)
 
 
+def joint_product(x: Tensor, weight: Weight, products: Products, world: World) -> Tensor:
+    """x @ weight^T where every rank of `world` has a share of the inputs: partial sums [S, T, N].
+
+    One rank's are those of `product`. Otherwise they are the ranks' shares, in the order of ranks
+    and the type of x, and the next kernel adds them: the same bits on every rank.
+    """
+    if world.size == 1:
+        return product(x, weight, products)
+    return world.gather(product(x, weight, replace(products, small_rows=0), whole=True))
+
+
 def run_layer(
     layer: Layer,
     normed: Tensor,
@@ -191,10 +210,10 @@ def run_layer(
         )
     else:
         attended = tree_attention(q, *where, rows.bits, max_context=rows.max_context)
-    x = product(attended.view(len(normed), -1), layer.out, products)
+    x = joint_product(attended.view(len(normed), -1), layer.out, products, layer.world)
     normed, residual = add_rms_norm(x, residual, layer.post_norm, layer.eps)
     mlp = layer.mlp
     if isinstance(mlp, Experts):
         return mlp.run(normed, product(normed, mlp.router, products)), residual
     gated = silu_mul(product(normed, mlp.gate_up, products), dtype=normed.dtype)
-    return product(gated, mlp.down, products), residual
+    return joint_product(gated, mlp.down, products, layer.world), residual

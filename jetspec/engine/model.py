@@ -8,14 +8,17 @@ from torch import Tensor
 from jetspec.engine.edges import EdgeTables
 from jetspec.engine.layers import Layer, Mlp, Products, Rows, product, run_layer
 from jetspec.engine.paged_cache import PagedCache
+from jetspec.engine.parallel import Output, Ranks, split_layers, split_target
 from jetspec.engine.weights import Fp8Weight, Weight
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
+from jetspec.training.world import World
 from kernels.norms import add_rms_norm
 from kernels.place import gather_rows
 from kernels.rope import context_to_caches
 from kernels.small_gemm import LEAST_STEP
+from kernels.topk import topk_logsumexp
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -26,12 +29,16 @@ class EngineModel:
     Args:
         target: shares all of its weights.
         max_rows: longest sequence, for the rotary table.
+        ranks: the processes that hold the target together; its layers are split in place.
 
     Raises:
-        JetspecError: another architecture, or one with settings the kernels do not have.
+        JetspecError: another architecture, one with settings the kernels do not have, or one that
+            cannot be split over so many ranks.
     """
 
-    def __init__(self, target: Target, *, max_rows: int, products: Products) -> None:
+    def __init__(
+        self, target: Target, *, max_rows: int, products: Products, ranks: Ranks = Ranks()
+    ) -> None:
         config = target.config
         if config.model_type not in ARCHITECTURES:
             raise JetspecError(
@@ -40,14 +47,16 @@ class EngineModel:
                 f"the engine runs {', '.join(ARCHITECTURES)}; use the transformers backend",
             )
         base = target.model.base_model
-        self.target, self.products = target, products
+        split_target(target, ranks.world)
+        self.target, self.products, self.ranks = target, products, ranks
         self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
+        self.kv_heads = config.num_key_value_heads // ranks.world.size
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
-        self.layers = [Layer.from_module(m, self.heads, self.eps) for m in base.layers]
+        self.layers = [Layer.from_module(m, self.heads, self.eps, ranks.world) for m in base.layers]
         if products.exact:
             require_steps(self.layers[0])
+        self.output = Output.of(target.model.get_output_embeddings().weight, ranks)
         self.embedding = base.embed_tokens.weight
         self.norm = base.norm.weight
         self.rope_table = rope_table(
@@ -91,8 +100,17 @@ class EngineModel:
             weight: in place of the target's output projection.
         """
         if weight is None:
-            weight = self.target.model.get_output_embeddings().weight
+            return self.output.logits(hidden, products or self.products)
         return product(hidden, weight, products or self.products, whole=True)
+
+    def best(
+        self, hidden: Tensor, width: int, products: Products | None = None,
+        weight: Weight | None = None, *, sums: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`topk_logsumexp` of `logits`, which are whole on no rank where the output is split."""
+        if weight is None:
+            return self.output.best(hidden, width, products or self.products, sums=sums)
+        return topk_logsumexp(self.logits(hidden, products, weight), width, sums=sums)
 
 
 class EngineHead:
@@ -101,9 +119,14 @@ class EngineHead:
     The page table is the target's: row n of the head's cache belongs to token n. Context rows come
     from fused taps; a draft writes its slots' rows behind them, and the next round's context
     overwrites those.
+
+    Args:
+        world: the ranks that hold its layers together, which are split in place.
     """
 
-    def __init__(self, head: ParallelHead, *, max_rows: int, products: Products) -> None:
+    def __init__(
+        self, head: ParallelHead, *, max_rows: int, products: Products, world: World = World()
+    ) -> None:
         if not isinstance(head, ParallelHead) or head.config.conv_rank or head.rescores:
             raise JetspecError(
                 "head.kind", head.config.kind,
@@ -124,13 +147,12 @@ class EngineHead:
         self.head, self.products, self.eps = head, products, config.rms_norm_eps
         self.taps, self.depth = head.taps, head.depth
         self._edges: EdgeTables | None = None
-        self.kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.layers = [
-            Layer.from_module(module, config.num_attention_heads, self.eps)
-            for module in head.layers
-        ]
+        heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.kv_heads = config.num_key_value_heads // world.size
+        split_layers(head.layers, world, heads=heads, kv_heads=config.num_key_value_heads)
+        self.layers = [Layer.from_module(m, heads, self.eps, world) for m in head.layers]
         # Context rows need keys and values only: one product for all layers.
-        skip = config.num_attention_heads * self.head_dim
+        skip = heads // world.size * self.head_dim
         own = [layer.qkv for layer in self.layers]
         context = torch.cat([qkv[skip:] for qkv in own if isinstance(qkv, Tensor)])
         self.context: Weight = context

@@ -13,13 +13,13 @@ from torch import Tensor
 from jetspec.engine.layers import Rows, product
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
+from jetspec.engine.parallel import MOST_CANDIDATES
 from jetspec.sampling import SamplingParams, sample
 from jetspec.trees.config import TreeConfig
 from kernels.commit import accept_greedy, advance, compact_kv
 from kernels.edges import best_chain
 from kernels.exact_attention import TAIL
 from kernels.place import gather_rows, place_rows
-from kernels.topk import topk_logsumexp
 from kernels.tree_build import BuiltTree, build_best_first, list_ancestors, pack_ancestors
 
 
@@ -141,10 +141,12 @@ class Round:
         batch = len(hidden)
         rows = hidden.flatten(0, 1).contiguous()
         rows_in = rows.to(model.embedding.dtype)
-        logits = model.logits(rows_in, self.head.products, self.head.projection)
-        width = min(self.tree.width, logits.shape[-1], 32)
+        width = min(self.tree.width, model.target.vocab_size, MOST_CANDIDATES)
         ranked = self.tree.builder == "chain" and edges is None
-        best, tokens, lse = topk_logsumexp(logits, 1 if ranked else width, sums=not ranked)
+        best, tokens, lse = model.best(
+            rows_in, 1 if ranked else width, self.head.products, self.head.projection,
+            sums=not ranked,
+        )  # fmt: skip
         tokens = tokens.view(batch, self.depth, -1)
         if ranked:
             return tokens, None
@@ -171,11 +173,10 @@ class Round:
                 bits = pack_ancestors(tree.parents, tree.sizes, self.depth)
         rows = replace(self.rows(self.nodes, bits, tree.depths, tree.sizes), ancestors=ancestors)
         hidden, taps = self.model.forward(tree.tokens.flatten(), rows, self.cache, self.taps)
-        logits = self.model.logits(hidden)
         if self.sampling.greedy:
-            following = topk_logsumexp(logits, 1, sums=False)[1]
+            following = self.model.best(hidden, 1, sums=False)[1]
         else:
-            keys = self.state.keys.repeat_interleave(self.nodes)
+            logits, keys = self.model.logits(hidden), self.state.keys.repeat_interleave(self.nodes)
             following = sample(logits.float(), self.sampling, keys, rows.positions.long() + 1)
         return following.view(tree.tokens.shape), taps
 
