@@ -12,8 +12,8 @@ import dataclasses
 
 import torch
 from kernels import (
-    aot, commit, distillation, edges, exact_attention, experts, fp8_gemm, launch, mlp, norms,
-    place, rope, small_gemm, topk, tree_attention, tree_build,
+    aot, commit, distillation, edge_products, edges, exact_attention, experts, fp8_gemm, launch,
+    mlp, norms, place, rope, small_gemm, topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -148,6 +148,11 @@ def fusion_all():
     )
 
 
+def edge_products_all():
+    parents, table = bf16(64, 256).requires_grad_(), bf16(151936, 256).requires_grad_()
+    edge_products.edge_products(parents, table, longs(64, 32)).sum().backward()
+
+
 def distillation_all():
     given = bf16(64, 151936), bf16(16, 151936), longs(64), longs(64), torch.empty(64)
     distillation.slot_losses(*given, (("forward_kl", 1.0),), 1.0)
@@ -165,6 +170,7 @@ CASES = {
     "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
     "commit": (commit_all, commit, "_accept", "_compact", "_advance"),
     "topk": (topk_all, topk, "_chunk_max", "_chunk_best", "_merge_best"),
+    "edge_products": (edge_products_all, edge_products, "_forward", "_backward"),
     "distillation": (distillation_all, distillation, "_teacher", "_student"),
     "fusions": (fusion_all, norms, "_add_rms_norm"),
 }
@@ -189,8 +195,8 @@ for recorder in recorders:
 
 
 KERNELS = [
-    "attention", "commit", "distillation", "edges", "exact", "experts", "fp8", "fusions", "gemm",
-    "topk", "trees",
+    "attention", "commit", "distillation", "edge_products", "edges", "exact", "experts", "fp8",
+    "fusions", "gemm", "topk", "trees",
 ]  # fmt: skip
 MATRIX_KERNELS = ("_attend", "_attend_committed", "_expert_product", "_fp8_product", "_product")
 

@@ -288,6 +288,10 @@ class MarkovEdges(EdgeProducer):
         parents = self.true_parents(hidden, places, embed)
 
         def scores(here: slice) -> Tensor:
+            if parents.is_cuda:
+                from kernels.edge_products import edge_products
+
+                return edge_products(parents[here], children, place[here])
             return torch.einsum("mr,mkr->mk", parents[here], children[place[here]])
 
         return scores
