@@ -139,6 +139,26 @@ def test_a_prompts_anchor_is_not_waited_for(monkeypatch, models) -> None:
     assert [(g.tokens, g.finish) for g in done] == [([7], "length"), ([9], "stop")]
 
 
+def test_answers_are_handed_over_once_each_while_the_next_round_runs(monkeypatch, models) -> None:
+    script, order = Script(3, count=9, vocabulary=30), []
+    engine = play(monkeypatch, models, script, ahead=1)
+    launch = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda: (order.append("round"), launch())[1])
+    answers = {}
+
+    def keep(prompt, generation) -> None:
+        assert prompt not in answers
+        answers[prompt] = generation
+        order.append(prompt)
+
+    done = engine.decode(script.prompts, max_new_tokens=5, stop_token_ids=[3], on_answer=keep)
+    assert [answers[prompt] for prompt in range(9)] == done.generations
+    assert done.generations == script.expected(frozenset({3}), 5)
+    rounds_before = order.index(next(event for event in order if event != "round"))
+    ended_in = max(len(answers[order[rounds_before]].rounds), 1)
+    assert rounds_before == ended_in + 2, "one was under way when it ended, and one more went off"
+
+
 def test_many_slots_take_pages_as_single_ones_do() -> None:
     draw = random.Random(5)
     one, all_ = (

@@ -199,7 +199,7 @@ class ScriptedTarget:
 
 def answered(renderer, given, *answers, **settings):  # type: ignore[no-untyped-def]
     from jetspec.generation.base import Continuation
-    from jetspec.generation.conversation import answer_all
+    from jetspec.generation.conversation import answer_all, in_order
 
     seen, script = [], list(answers)
 
@@ -208,8 +208,25 @@ def answered(renderer, given, *answers, **settings):  # type: ignore[no-untyped-
         return [Continuation(*script.pop(0)) for _ in batch]
 
     config = RegenerationConfig(**settings)
-    (result,) = answer_all(write, renderer, config, [given], max_prompt_tokens=60)
+    (result,) = answer_all(in_order(write), renderer, config, [given], max_prompt_tokens=60)
     return result, seen
+
+
+def test_answers_reach_their_conversations_in_any_order_and_none_is_missing() -> None:
+    from jetspec.generation.base import Continuation
+    from jetspec.generation.conversation import answer_all
+
+    def backwards(prompts, take):  # type: ignore[no-untyped-def]
+        for place in reversed(range(len(prompts))):
+            take(place, Continuation([*prompts[place].ids[:2], 1], "stop"))
+
+    given = [request("p", "q", id="a"), request("r", id="b")]
+    settings = RegenerationConfig(), given
+    first, second = answer_all(backwards, ScriptedTarget(), *settings, max_prompt_tokens=60)
+    assert [m["content"] for m in first.messages if m["role"] == "assistant"] == ["11~112"] * 2
+    assert second.messages[-1]["content"] == "11~114"
+    with pytest.raises(ValueError, match="2 of 2 prompts"):
+        answer_all(lambda *_: None, ScriptedTarget(), *settings, max_prompt_tokens=60)
 
 
 def test_second_turn_continues_the_exact_ids_of_the_first() -> None:

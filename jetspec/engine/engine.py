@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from jetspec.decode import PHASES, DecodeResult, decode
+from jetspec.decode import PHASES, DecodeResult, Generation, decode
 from jetspec.drafters import HeadDrafter
 from jetspec.engine.job import Ints, Job
 from jetspec.engine.layers import Products
@@ -167,6 +167,7 @@ class Engine:
         request_ids: Sequence[int | str] | None = None,
         budgets: Sequence[int] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None,
+        on_answer: Callable[[int, Generation], None] = lambda prompt, generation: None,
     ) -> DecodeResult:
         """As `jetspec.decode.decode`; prompts wait for a slot and for pages.
 
@@ -174,6 +175,9 @@ class Engine:
             budgets: draft nodes of each prompt's rounds, where fewer than the tree's (depth, of a
                 chain). They change the cost of a round and never the tokens.
             on_tokens: called with the number of tokens written since the last call.
+            on_answer: called with each prompt's place and its answer, in the order in which they
+                end. A GPU runs the next round meanwhile: what the host does with an answer here
+                is free as long as it is short.
 
         Raises:
             JetspecError: as `jetspec.decode.decode`, or a prompt that cannot fit `max_rows` or the
@@ -181,7 +185,10 @@ class Engine:
         """
         ids = list(range(len(prompts)) if request_ids is None else request_ids)
         if not self.kernels:
-            return self._reference(prompts, ids, max_new_tokens, stop_token_ids, on_tokens)
+            found = self._reference(prompts, ids, max_new_tokens, stop_token_ids, on_tokens)
+            for place, generation in enumerate(found.generations):
+                on_answer(place, generation)
+            return found
         self._check(prompts, max_new_tokens, len(ids), budgets)
         device = self.target.device
         most = max(self.round.nodes - 1, 1)
@@ -194,6 +201,7 @@ class Engine:
             stops=self.target.eos_token_ids if stop_token_ids is None else stop_token_ids,
             new_tokens=max_new_tokens,
             on_tokens=on_tokens,
+            on_answer=on_answer,
         )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -203,8 +211,10 @@ class Engine:
             self._admit_waiting(job, prefill)
             if len(job.running):
                 flights.append(self._fly(job))
+                job.hand_over()
                 if len(flights) > self._ahead:
                     self._land(flights.popleft(), job)
+        job.hand_over()
         seconds = dict.fromkeys(PHASES, 0.0) | {"prefill": prefill.seconds()}
         seconds["verify"] = time.perf_counter() - started - seconds["prefill"]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -328,7 +338,7 @@ class Engine:
             self.cache.resize(slot, len(prompt) + self._margin)
         self.cache.upload()
         facts = [(s, p, len(job.prompts[p]), job.limits[p]) for s, p in group.items()]
-        slots, indices, lengths, limits = to_device(facts, device).unbind(1)
+        slots, indices, lengths, limits = to_device(list(zip(*facts, strict=True)), device)
         hidden = read_prompts(self.round, self.cache, prompts, lengths, self.cache.table[slots])
         logits = self.model.logits(hidden)
         keys = job.keys[indices]

@@ -28,7 +28,7 @@ class Job:
         limits: draft nodes of each prompt's rounds.
         depth: draft tokens that a round may accept at most.
         new_tokens: longest answer.
-        on_tokens: called with the number of tokens written since the last call.
+        on_tokens, on_answer: see `Engine.decode`.
 
     Attributes:
         generations: in the order of the prompts; each is filled when its sequence ends.
@@ -41,7 +41,7 @@ class Job:
     def __init__(
         self, prompts: Sequence[Sequence[int]], *, keys: Tensor, slots: int,
         limits: Sequence[int], depth: int, stops: Collection[int], new_tokens: int,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int], None], on_answer: Callable[[int, Generation], None],
     ) -> None:  # fmt: skip
         self.prompts, self.keys, self.limits = prompts, keys, limits
         self.new_tokens = new_tokens
@@ -50,7 +50,8 @@ class Job:
         self.prompt: Ints = np.full(slots, IDLE)
         self.fresh: list[int] = []
         self._stops: Ints = np.array(sorted(stops), np.int64)
-        self._on_tokens = on_tokens
+        self._on_tokens, self._on_answer = on_tokens, on_answer
+        self._answered: list[int] = []  # prompts, since the last `hand_over`
         self._prompt_tokens: Ints = np.zeros(slots, np.int64)
         self._written: Ints = np.zeros(slots, np.int64)
         self._rounds: Ints = np.zeros(slots, np.int64)
@@ -101,6 +102,12 @@ class Job:
         self._on_tokens(int(self._written.sum()) - before)
         return ended
 
+    def hand_over(self) -> None:
+        """Report the answers that ended since the last call."""
+        for prompt in self._answered:
+            self._on_answer(prompt, self.generations[prompt])
+        self._answered.clear()
+
     def _append(self, slots: Ints, lengths: Ints, tokens: Ints) -> list[int]:
         """Add lengths [R] of tokens [R, T] up to a stop token or the limit; the slots that end."""
         written, steps = self._written[slots], np.arange(tokens.shape[1])
@@ -116,7 +123,9 @@ class Job:
         return slots[over].tolist()
 
     def _end(self, slot: int, finish: str) -> None:
-        generation = self.generations[self.prompt[slot]]
+        prompt = int(self.prompt[slot])
+        self._answered.append(prompt)
+        generation = self.generations[prompt]
         generation.finish = finish
         generation.tokens = self._tokens[slot, : self._written[slot]].tolist()
         generation.rounds = self._committed[slot, : self._rounds[slot]].tolist()

@@ -52,7 +52,19 @@ class TokenPrompt:
     seed: int
 
 
-Complete = Callable[[Sequence[TokenPrompt]], list[Continuation]]
+Take = Callable[[int, Continuation], None]
+Complete = Callable[[Sequence[TokenPrompt], Take], None]
+"""Continues prompts, and hands over each answer with its prompt's place, once, in any order."""
+
+
+def in_order(complete: Callable[[Sequence[TokenPrompt]], list[Continuation]]) -> Complete:
+    """A `Complete` from a call that returns all answers together, in the order of the prompts."""
+
+    def hand_over(prompts: Sequence[TokenPrompt], take: Take) -> None:
+        for place, continuation in enumerate(complete(prompts)):
+            take(place, continuation)
+
+    return hand_over
 
 
 def answer_all(
@@ -67,11 +79,20 @@ def answer_all(
     conversations = [_Conversation(r, renderer, config, max_prompt_tokens) for r in requests]
     open_ = [c for c in conversations if c.begin_turn()]
     while open_:
-        prompts = [TokenPrompt(c.ids, c.request.seed) for c in open_]
-        for conversation, continuation in zip(open_, complete(prompts), strict=True):
-            conversation.take(continuation)
+        _answer_turn(complete, open_)
         open_ = [c for c in open_ if c.begin_turn()]
     return [c.result() for c in conversations]
+
+
+def _answer_turn(complete: Complete, conversations: Sequence["_Conversation"]) -> None:
+    """One answer for each; its text is made as it comes, while the others are still written."""
+    waiting = dict(enumerate(conversations))
+    complete(
+        [TokenPrompt(c.ids, c.request.seed) for c in conversations],
+        lambda place, continuation: waiting.pop(place).take(continuation),
+    )
+    if waiting:
+        raise ValueError(f"{len(waiting)} of {len(conversations)} prompts were not answered")
 
 
 class _Conversation:

@@ -18,7 +18,7 @@ from typing import Any
 from jetspec.errors import JetspecError
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
-from jetspec.generation.conversation import Renderer, TokenPrompt, answer_all
+from jetspec.generation.conversation import Renderer, TokenPrompt, answer_all, in_order
 
 _FAILURES_IN_A_ROW = 32  # a server that fails this often without one answer is broken, not unlucky
 _CONNECT_PAUSES_S = (0.5, 2.0, 5.0)  # a server that restarts is waited for
@@ -51,7 +51,7 @@ class EndpointBackend:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         return answer_all(
-            self._complete,
+            in_order(self._complete),
             self._renderer,
             self._config,
             requests,

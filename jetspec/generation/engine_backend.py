@@ -9,7 +9,7 @@ from jetspec.engine.engine import PAGE_SIZE, Engine
 from jetspec.engine.model import EngineModel
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
-from jetspec.generation.conversation import TokenPrompt, answer_all
+from jetspec.generation.conversation import Take, TokenPrompt, answer_all
 from jetspec.targets.target import Target
 
 MEMORY_SHARE = 0.7
@@ -64,14 +64,14 @@ class EngineBackend:
         most = slots * self._max_rows() // PAGE_SIZE
         return max(self._max_rows() // PAGE_SIZE, min(most, int(free * MEMORY_SHARE) // page))
 
-    def _complete(self, prompts: Sequence[TokenPrompt]) -> list[Continuation]:
-        result = self._engine.decode(
+    def _complete(self, prompts: Sequence[TokenPrompt], take: Take) -> None:
+        self._engine.decode(
             [prompt.ids for prompt in prompts],
             max_new_tokens=self._config.max_new_tokens,
             request_ids=[prompt.seed for prompt in prompts],
             on_tokens=lambda count: self.on_tokens(count),
+            on_answer=lambda place, g: take(place, Continuation(g.tokens, _finish(g.finish))),
         )
-        return [Continuation(g.tokens, _finish(g.finish)) for g in result.generations]
 
 
 def _finish(finish: str) -> Literal["stop", "length"]:

@@ -18,7 +18,10 @@ def is_looping(tokens: Sequence[int], min_repeats: int = MIN_REPEATS) -> bool:
     at least `MIN_LOOP_TOKENS` long. Stop tokens are the caller's to remove.
     """
     ids = np.asarray(tokens)
-    for period in range(1, len(ids) // min_repeats + 1):
+    longest = len(ids) // min_repeats
+    backwards = ids[-1 - longest :][::-1]
+    # In a cycle the last token stands one period earlier too; few periods pass that.
+    for period in (1 + np.flatnonzero(backwards[1:] == backwards[:1])).tolist():
         span = max(period * min_repeats, MIN_LOOP_TOKENS)
         if span > len(ids):
             continue

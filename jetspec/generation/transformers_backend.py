@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
-from jetspec.generation.conversation import TokenPrompt, answer_all
+from jetspec.generation.conversation import TokenPrompt, answer_all, in_order
 from jetspec.sampling import SamplingParams, sample, seen_tokens
 from jetspec.targets.kv_cache import KVCache
 from jetspec.targets.target import Target
@@ -42,7 +42,9 @@ class TransformersBackend:
         longest = config.max_prompt_tokens
         if context is not None:
             longest = min(longest, context - config.max_new_tokens - _GPU_STEPS)
-        return answer_all(self._complete, self._target, config, requests, max_prompt_tokens=longest)
+        return answer_all(
+            in_order(self._complete), self._target, config, requests, max_prompt_tokens=longest
+        )
 
     def close(self) -> None:
         del self._target

@@ -8,7 +8,7 @@ from typing import Any
 from jetspec.errors import JetspecError
 from jetspec.generation.base import Continuation, GenerationRequest, GenerationResult, ignore_tokens
 from jetspec.generation.config import RegenerationConfig
-from jetspec.generation.conversation import Renderer, TokenPrompt, answer_all
+from jetspec.generation.conversation import Renderer, TokenPrompt, answer_all, in_order
 
 
 class VllmBackend:
@@ -50,7 +50,7 @@ class VllmBackend:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         return answer_all(
-            self._complete,
+            in_order(self._complete),
             self._renderer,
             self._config,
             requests,
