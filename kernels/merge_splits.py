@@ -14,11 +14,20 @@ LAST_ROWS = 16
 
 
 @triton.jit
-def split_size(prefix, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """KV rows a split for a prefix of this length: SPLIT, doubled until MAX_SPLITS are enough."""
-    size = SPLIT
-    while size * MAX_SPLITS < prefix:
-        size = size * 2
+def split_size(
+    prefix, count, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """KV rows a split for a prefix and `count` rows behind it.
+
+    SPLIT, doubled until MAX_SPLITS cover the prefix; EVEN: the fewest times SPLIT that let
+    MAX_SPLITS cover everything.
+    """
+    if EVEN:
+        size = tl.maximum(tl.cdiv(tl.cdiv(prefix + count, MAX_SPLITS), SPLIT), 1) * SPLIT
+    else:
+        size = SPLIT
+        while size * MAX_SPLITS < prefix:
+            size = size * 2
     return size
 
 
@@ -65,7 +74,7 @@ def merged_rows(
 def _merge(
     part_ptr, top_ptr, sum_ptr, prefix_ptr, counts_ptr, out_ptr, nodes, batch,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     first_row = tl.program_id(0) * ROWS  # heads of one node
@@ -74,7 +83,7 @@ def _merge(
     seq = first_row // HEADS // nodes
     prefix = tl.load(prefix_ptr + seq)
     count = tl.load(counts_ptr + seq)
-    used = tl.cdiv(prefix + count, split_size(prefix, SPLIT, MAX_SPLITS))
+    used = tl.cdiv(prefix + count, split_size(prefix, count, SPLIT, MAX_SPLITS, EVEN))
     used = tl.where(node < count, used, 0)  # a padding row gets zeros
     out = merged_rows(
         part_ptr, top_ptr, sum_ptr, row, row >= 0, used, batch * nodes * HEADS,

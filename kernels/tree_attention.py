@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.attention_plans import Plan, plan_for, splits_for, splits_needed
 from kernels.launch import dependent, dot, enter
 from kernels.merge_splits import (
     LAST_ROWS,
@@ -33,68 +34,6 @@ from kernels.merge_splits import (
     merged_rows,
     split_size,
 )
-
-FEW_PROGRAMS = 48
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Launch shape. Only `tile` is part of the reduction order; keep it equal to compare bits.
-
-    Attributes:
-        rows: query rows (nodes x group) a program; 0 takes all of them across.
-        tile: KV rows a step; at most the page size.
-        warps, stages: Triton's.
-        descriptors: read tiles with the bulk copy engine instead of per-thread copies.
-        across: up to so many rows that fill no tile go beside the last one, over the same loads,
-            as the matrix instruction's narrow operand; 0 gives them a tile of their own.
-        joined: the last program of a tile of rows merges its splits: no second launch.
-    """
-
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-    descriptors: bool = False
-    across: int = 0
-    joined: bool = False
-
-    def tiles(self, rows: int) -> tuple[int, int]:
-        """(programs a KV head and split for so many query rows, rows across in the last)."""
-        if not self.rows:
-            return triton.cdiv(rows, self.across), self.across
-        if self.across and rows > self.rows and 0 < rows % self.rows <= self.across:
-            return rows // self.rows, self.across
-        return triton.cdiv(rows, self.rows), 0
-
-
-def plan_for(nodes: int, group: int, programs: int, page_size: int, item_bytes: int = 2) -> Plan:
-    """The measured choice (docs/kernels.md) for a launch of `nodes` rows a sequence.
-
-    Args:
-        programs: KV heads x sequences. A launch that fills the card has more to gain from two
-            programs a multiprocessor than from a fourth stage.
-    """
-    if item_bytes > 2:  # no matrix instruction: unrolled products of wide tiles compile for minutes
-        return Plan(rows=16, tile=min(page_size, 32), warps=4, stages=2)
-    tile = min(page_size, 64)
-    if nodes * group <= 64 and programs <= FEW_PROGRAMS:
-        return Plan(rows=64, tile=tile, warps=4, stages=4)
-    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
-
-
-def splits_for(programs: int) -> tuple[int, int]:
-    """(shortest split in rows of KV, most splits of a prefix).
-
-    A split doubles with the context until that many cover the prefix. Few programs need many
-    splits to fill the card; with many, partial results and short loops cost more than they bring.
-
-    Args:
-        programs: of one split: tiles of query rows x KV heads x sequences.
-    """
-    if programs <= FEW_PROGRAMS:
-        return 256, 24
-    return (512, 12) if programs <= 96 else (1024, 12)
 
 
 @triton.jit
@@ -175,8 +114,8 @@ def _seen(
 
 @triton.jit
 def _walk(
-    q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, out_ptr, top_ptr, sum_ptr,
-    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+    q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr, out_ptr,
+    first_row, head, seq, part, whole, prefix, count, low, high, scale, nodes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr,
     TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -185,6 +124,7 @@ def _walk(
 
     Args:
         part: where this split's partial results begin, in rows.
+        whole: this split is the only one: its results are the output.
     """
     dims = tl.arange(0, HEAD_DIM)
     cols = tl.arange(0, TILE)
@@ -247,15 +187,32 @@ def _walk(
             )
 
     if ROWS:
-        flat += part
-        tl.store(top_ptr + flat, top, mask=live)
-        tl.store(sum_ptr + flat, total, mask=live)
-        tl.store(out_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
+        if whole:
+            divisor = tl.where(total > 0, total, 1.0)
+            out = tl.where(live[:, None], acc / divisor[:, None], 0.0)
+            tl.store(
+                out_ptr + flat[:, None] * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty),
+                mask=(node < nodes)[:, None],
+            )  # fmt: skip
+        else:
+            flat += part
+            tl.store(top_ptr + flat, top, mask=live)
+            tl.store(sum_ptr + flat, total, mask=live)
+            tl.store(part_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
     if ACROSS:
-        flat_x += part
-        tl.store(top_ptr + flat_x, top_x, mask=live_x)
-        tl.store(sum_ptr + flat_x, total_x, mask=live_x)
-        tl.store(out_ptr + flat_x[None, :] * HEAD_DIM + dims[:, None], acc_x, mask=live_x[None, :])
+        if whole:
+            divisor = tl.where(total_x > 0, total_x, 1.0)
+            out_x = tl.where(live_x[None, :], acc_x / divisor[None, :], 0.0)
+            tl.store(
+                out_ptr + flat_x[None, :] * HEAD_DIM + dims[:, None],
+                out_x.to(out_ptr.dtype.element_ty), mask=(node_x < nodes)[None, :],
+            )  # fmt: skip
+        else:
+            flat_x += part
+            tl.store(top_ptr + flat_x, top_x, mask=live_x)
+            tl.store(sum_ptr + flat_x, total_x, mask=live_x)
+            at = part_ptr + flat_x[None, :] * HEAD_DIM + dims[:, None]
+            tl.store(at, acc_x, mask=live_x[None, :])
 
 
 @triton.jit
@@ -265,7 +222,8 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     ROWS: tl.constexpr, ACROSS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    JOINED: tl.constexpr, MERGE: tl.constexpr, LAST_ROWS: tl.constexpr, PDL: tl.constexpr,
+    JOINED: tl.constexpr, EVEN: tl.constexpr, MERGE: tl.constexpr, LAST_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     tiles_of_rows = tl.num_programs(0) // KV_HEADS
@@ -276,12 +234,14 @@ def _attend(
 
     prefix = tl.load(prefix_ptr + seq)
     count = tl.load(counts_ptr + seq)
-    size = split_size(prefix, SPLIT, MAX_SPLITS)
+    size = split_size(prefix, count, SPLIT, MAX_SPLITS, EVEN)
     low = split * size
     high = tl.minimum(low + size, prefix + count)
     # All tiles have ROWS rows; those that are left over go across, beside the last.
     first_row = row_tile * (ROWS if ROWS else ACROSS)
     part = split * batch * nodes * KV_HEADS * GROUP
+    used = tl.cdiv(prefix + count, size)
+    whole = used == 1 if JOINED else False
     merging = split < 0
     if (low < high) & (first_row < count * GROUP):
         pages_ptr += seq * max_pages
@@ -289,25 +249,27 @@ def _attend(
             if row_tile == tiles_of_rows - 1:
                 _walk(
                     q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
-                    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
-                    KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, ACROSS, TILE,
+                    out_ptr, first_row, head, seq, part, whole, prefix, count, low, high, scale,
+                    nodes, KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, ACROSS, TILE,
                     DESCRIPTORS,
                 )  # fmt: skip
             else:
                 _walk(
                     q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
-                    first_row, head, seq, part, prefix, count, low, high, scale, nodes,
-                    KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, 0, TILE, DESCRIPTORS,
+                    out_ptr, first_row, head, seq, part, whole, prefix, count, low, high, scale,
+                    nodes, KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, 0, TILE,
+                    DESCRIPTORS,
                 )  # fmt: skip
         else:
             _walk(
                 q_ptr, k_ptr, v_ptr, pages_ptr, bits_ptr, part_ptr, top_ptr, sum_ptr,
-                first_row, head, seq, part, prefix, count, low, high, scale, nodes,
+                out_ptr, first_row, head, seq, part, whole, prefix, count, low, high, scale, nodes,
                 KV_HEADS, GROUP, HEAD_DIM, PAGE, WORDS, CAUSAL, ROWS, ACROSS, TILE, DESCRIPTORS,
             )  # fmt: skip
         if JOINED:
             counter = counters_ptr + seq * tl.num_programs(0) + tl.program_id(0)
-            merging = last_to_arrive(counter, tl.cdiv(prefix + count, size))
+            if used > 1:
+                merging = last_to_arrive(counter, used)
     elif JOINED:
         merging = split == 0  # nobody comes: rows of padding are zeros
     if JOINED and merging:
@@ -319,16 +281,11 @@ def _attend(
             node = rows // GROUP
             flat = ((seq * nodes + node) * KV_HEADS + head) * GROUP + rows % GROUP
             out = merged_rows(
-                part_ptr, top_ptr, sum_ptr, flat, node < count, tl.cdiv(prefix + count, size),
+                part_ptr, top_ptr, sum_ptr, flat, node < count, used,
                 batch * nodes * KV_HEADS * GROUP, HEAD_DIM, MERGE, LAST_ROWS,
             )  # fmt: skip
             out_at = out_ptr + flat.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(rows < stop)[:, None])
-
-
-def splits_needed(nodes: int, max_context: int, split: int, max_splits: int) -> int:
-    """Splits to launch when no sequence's prefix plus rows exceeds `max_context`."""
-    return min(-(-max_context // split), max_splits + -(-nodes // split))
 
 
 @dataclass(frozen=True)
@@ -409,7 +366,7 @@ def tree_attention(
         raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")
     if page_size % plan.tile or split % plan.tile or plan.tile & (plan.tile - 1):
         raise ValueError(f"tile {plan.tile} must divide page {page_size} and split {split}")
-    splits = splits_needed(nodes, max_context, split, max_splits)
+    splits = splits_needed(nodes, max_context, split, max_splits, plan.even)
     if workspace is None:
         workspace = Workspace.allocate(splits, batch * nodes * heads, head_dim, q.device)
     if out is None:
@@ -431,7 +388,7 @@ def tree_attention(
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
         ROWS=plan.rows, ACROSS=across, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
-        JOINED=plan.joined, MERGE=MERGE, LAST_ROWS=LAST_ROWS,
+        JOINED=plan.joined, EVEN=plan.even, MERGE=MERGE, LAST_ROWS=LAST_ROWS,
         num_warps=plan.warps, num_stages=plan.stages, **dependent(),
     )  # fmt: skip
     if plan.joined:
@@ -440,6 +397,6 @@ def tree_attention(
     _merge[(batch * nodes * heads // merged,)](
         workspace.out, workspace.top, workspace.total, prefix_lengths, node_counts, out,
         nodes, batch, HEADS=heads, HEAD_DIM=head_dim, SPLIT=split, MAX_SPLITS=max_splits,
-        MERGE=MERGE, ROWS=merged, num_warps=merged, **dependent(),
+        EVEN=plan.even, MERGE=MERGE, ROWS=merged, num_warps=merged, **dependent(),
     )  # fmt: skip
     return out

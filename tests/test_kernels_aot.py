@@ -54,7 +54,7 @@ def attention_all():
     attention(129, 128, False, False)
     attention(129, 64, False, False)
     attention(129, 128, False, True)
-    attention(129, 128, False, True, across=16, joined=True)
+    attention(129, 128, False, True, across=16, joined=True, even=True)
     attention(1, 128, True, False, rows=0, across=16, joined=True)
 
 

@@ -122,8 +122,9 @@ def test_unsupported_shapes_are_refused() -> None:
         (5, True, Plan(16, 16, 4, 2, across=16, joined=True)),
         (3, False, Plan(0, 16, 4, 2, across=16, joined=True)),
         (11, False, Plan(0, 16, 4, 2, across=16)),
+        (9, False, Plan(16, 16, 4, 2, across=16, joined=True, even=True)),
     ],
-    ids=["beside a tile", "beside the last", "none left", "across alone", "across in two tiles"],
+    ids=["beside a tile", "beside the last", "none left", "across alone", "two tiles", "even"],
 )
 def test_rows_across_and_merging_in_one_launch_equal_the_reference(nodes, causal, plan) -> None:
     """Trees behind several splits and behind no prefix, most of the second one's rows padding."""
@@ -134,8 +135,22 @@ def test_rows_across_and_merging_in_one_launch_equal_the_reference(nodes, causal
     assert torch.equal(out[1, 1:], torch.zeros_like(out[1, 1:]))
     if plan.joined:  # a launch leaves the counters as it found them
         assert not attention.counters(1, torch.device("cpu")).any()
-        apart = replace(plan, joined=False)
+        apart = replace(plan, joined=False)  # which writes one split's rows to the workspace too
         assert torch.equal(out, check(inputs, apart, causal=causal, split=16, max_splits=3))
+
+
+def test_one_split_is_written_at_once_and_more_have_equal_shares() -> None:
+    plan = Plan(16, 16, 4, 2, joined=True, even=True)
+    inputs = problem(7, [37, 2], 3, heads=2, kv_heads=1, head_dim=16)
+    space = attention.Workspace.allocate(3, 2 * 3 * 2, 16, torch.device("cpu"))
+    space.total.fill_(-1.0)
+    check(inputs, plan, split=16, max_splits=1, workspace=space)
+    assert (space.total == -1).all()
+    check(inputs, plan, split=16, max_splits=3, workspace=space)
+    rows_used = (space.total.view(3, 2, 3, 2)[:, 0, 0, 0] >= 0).tolist()
+    assert rows_used == [True, True, True] and (space.total.view(3, 2, 6)[:, 1] == -1).all()
+    assert attention.splits_needed(9, 2048, 64, 4, even=True) == 4
+    assert attention.splits_needed(9, 100, 64, 4, even=True) == 2
 
 
 def test_tiles_of_rows() -> None:

@@ -53,7 +53,8 @@ class Problem:
         tiles = plan.tiles(rows)[0] if plan else -(-rows // 64)
         usual = splits_for(tiles * KV_HEADS * self.batch)
         split, max_splits = split or usual[0], max_splits or usual[1]
-        splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits)
+        even = plan is not None and plan.even
+        splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits, even)
         rows = self.batch * self.nodes * HEADS
         named: dict[str, Any] = {
             "max_context": self.context + self.nodes,

@@ -19,7 +19,7 @@ FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512
 CONTEXTS = (8192, 32768)
 TABLES = (
     "rows", "host", "split", "kernels", "overlap", "attention", "exact", "floors", "growth",
-    "regeneration",
+    "regeneration", "variants", "clocks",
 )  # fmt: skip
 
 
@@ -41,28 +41,36 @@ def main() -> int:
     if unknown:
         print(f"table: {unknown[0]}: choose from {', '.join(TABLES)}", file=sys.stderr)
         return 2
+    prepared: list[dict[str, object]] = []
+    started = time.perf_counter()
     if args.compile:
         from jetspec.engine.benchmarks.warm import KIND_ROWS, attempt
 
-        jobs = [(name, "plain") for name in args.rows]
+        alone = not set(args.tables or TABLES) - {"variants", "clocks"}
+        jobs = [] if alone else [(name, "plain") for name in args.rows]
         for kind, names in KIND_ROWS.items():
             jobs += [(name, kind) for name in names if kind in args.tables]
         with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
+            if "variants" in args.tables:
+                from jetspec.engine.benchmarks import variants
+
+                prepared = pool.map(variants.prepare, variants.jobs(), chunksize=1)
             pool.map(attempt, jobs, chunksize=1)
         if args.compile_only:
             return 0
-    Runner(args).run(args.tables or list(TABLES))
+        print(f"   compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    Runner(args, prepared).run(args.tables or list(TABLES))
     return 0
 
 
 class Runner:
     """Runs tables over one target; every table that raises says so and the next one runs."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, prepared: list[dict[str, object]]) -> None:
         from jetspec.engine.benchmarks.models import random_head, random_target
         from kernels.benchmarks.timing import environment
 
-        self.names, self.path = args.rows, args.json
+        self.names, self.path, self.prepared = args.rows, args.json, prepared
         torch.manual_seed(0)
         self.target = random_target(args.layers)
         self.head = random_head(self.target)
@@ -162,6 +170,32 @@ class Runner:
                 ms = graph_ms(linears(engine, rows))
                 self._keep(out, {"rows": rows, "library": library, "ms": ms})
         torch.backends.cuda.preferred_blas_library(before)
+
+    def variants(self, out: list[dict[str, object]]) -> None:
+        """Remedies beside the present kernels and rounds; what fails its check is not timed."""
+        from jetspec.engine.benchmarks import variants
+        from kernels.benchmarks.variants import attention_rows, head_rows
+
+        prepared = self.prepared or [variants.prepare(job) for job in variants.jobs()]
+        wrong = [row for row in prepared if not row["passed"]]
+        self.record["checks"] = prepared
+        print(f"{len(prepared) - len(wrong)} checks and compilations passed")
+        for row in wrong:
+            print("CHECK FAILED", row, flush=True)
+        names = frozenset(str(row["launch"]) for row in wrong)
+        rules = frozenset(name.split(": ")[-1] for name in names)
+        for table in (
+            variants.rounds(self.target, self.head, rules), attention_rows(names), head_rows(),
+        ):  # fmt: skip
+            for row in table:
+                self._keep(out, row)
+
+    def clocks(self, out: list[dict[str, object]]) -> None:
+        """Whether rounds of many rows wait for launches or for the clock."""
+        from jetspec.engine.benchmarks.variants import clocks
+
+        for row in clocks(self.target, self.head):
+            self._keep(out, row)
 
     def regeneration(self, out: list[dict[str, object]]) -> None:
         """Many prompts at once, against the transformers backend."""

@@ -51,13 +51,13 @@ def engine_for(
     return engine
 
 
-def milliseconds(engine: Engine, context: int = CONTEXT) -> float:
+def milliseconds(engine: Engine, context: int = CONTEXT, repeats: int = REPEATS) -> float:
     """Median of a round at a fixed context, rounds enqueued back to back."""
     for _ in range(3):
         engine.state.prefix.fill_(context)
         engine.launch()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()

@@ -1,0 +1,49 @@
+"""Variants that the benchmarks time: launches the kernel takes, rules that leave nothing behind."""
+
+import pytest
+
+from tests.test_kernels_setup import interpreted
+
+variants = interpreted("kernels.benchmarks.variants")
+attention = interpreted("kernels.tree_attention")
+
+from jetspec.engine.benchmarks import variants as rounds  # noqa: E402
+
+
+def test_launches_are_ones_that_the_kernel_takes_and_no_two_are_the_same() -> None:
+    found = variants.launches()
+    assert len({str(launch) for launch in found}) == len(found)
+    assert len({(x.batch, x.nodes, x.plan, x.splits) for x in found}) == len(found)
+    for launch in found:
+        assert not launch.splits[0] % launch.plan.tile and launch.plan.rows in (0, 64)
+        tiles, across = launch.plan.tiles(launch.nodes * variants.GROUP)
+        assert tiles * launch.plan.rows + across >= launch.nodes * variants.GROUP
+        if launch.name == "present":
+            assert not (launch.plan.joined or launch.plan.even or launch.plan.across)
+        if launch.plan.even:  # what is launched runs at once
+            programs = tiles * variants.KV_HEADS * launch.batch * launch.splits[1]
+            assert programs <= max(2 * 132, tiles * variants.KV_HEADS * launch.batch * 4)
+
+
+def test_rows_are_timed_by_the_variants_that_change_them() -> None:
+    for row in rounds.ROWS + rounds.ALIGNED_ROWS:
+        config, batch = rounds.shape(row)
+        names = rounds.wanted(row)
+        assert names[0] == "present" and set(names) <= set(rounds.ROUNDS)
+        left_over = config.budget in (16, 32, 64, 128) if config else True
+        assert ("across" in names) == left_over, row
+        assert ("fp8 drafts" in names) == (config is not None and batch == 1)
+
+
+def test_a_rule_holds_for_the_launches_inside_alone() -> None:
+    before = attention.plan_for, attention.splits_for
+    usual = attention.plan_for(129, 4, 8, 64), attention.splits_for(72)
+    with pytest.raises(KeyError), rounds.launched_by("across"):
+        plan = rounds.tree_attention.plan_for(129, 4, 8, 64)
+        assert (plan.across, plan.joined, plan.tiles(516)) == (16, True, (8, 16))
+        assert rounds.tree_attention.splits_for(64) == (64, 4)
+        assert rounds.tree_attention.plan_for(1, 4, 8, 64).rows == 0
+        assert rounds.tree_attention.splits_for(8) == (128, 33)
+        raise KeyError
+    assert (attention.plan_for, attention.splits_for) == before
+    assert usual == (attention.plan_for(129, 4, 8, 64), (512, 12))
