@@ -56,10 +56,15 @@ def regenerate(
     from jetspec.generation.progress import progress_bar
     from jetspec.generation.regenerate import prepare
     from jetspec.generation.regenerate import regenerate as make
+    from jetspec.peers import join_peers
 
-    with nullcontext() if as_json else progress_bar() as listen:
-        manifest = make(config, on_progress=listen)
-    show_samples(prepare(config).uri, manifest, as_json)
+    with (
+        join_peers() as peers,
+        nullcontext() if as_json or peers.rank else progress_bar() as listen,
+    ):
+        manifest = make(config, on_progress=listen, peers=peers)
+    if peers.rank == 0:
+        show_samples(prepare(config).uri, manifest, as_json)
 
 
 @app.command()
@@ -95,10 +100,12 @@ def evaluate(
     """Measure the matrix of methods, budgets, batch sizes and slices; every output is checked."""
     config = load_run(ctx, run, set)
     from jetspec.evaluation.matrix import evaluate as measure
+    from jetspec.peers import join_peers
 
-    with progress("measuring", as_json) as advance:
-        result = measure(config, head, on_progress=advance)
-    show_evaluation(result, as_json)
+    with join_peers() as peers, progress("measuring", as_json or peers.rank > 0) as advance:
+        result = measure(config, head, on_progress=advance, peers=peers)
+    if peers.rank == 0:
+        show_evaluation(result, as_json)
 
 
 @app.command()
@@ -115,9 +122,12 @@ def replay(
     from jetspec.evaluation.replayed import STAGE
     from jetspec.evaluation.replayed import replay as measure
     from jetspec.evaluation.report import cells_table
+    from jetspec.peers import join_peers
 
-    with progress("replaying", as_json) as advance:
-        result = measure(config, head, on_progress=advance)
+    with join_peers() as peers, progress("replaying", as_json or peers.rank > 0) as advance:
+        result = measure(config, head, on_progress=advance, peers=peers)
+    if peers.rank:
+        return
     if as_json:
         emit(result, as_json)
         return

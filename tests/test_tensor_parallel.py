@@ -116,7 +116,8 @@ def _worker(rank, port, queue):
 @pytest.fixture(scope="module")
 def pair():
     """{(case, rank): (tokens, rounds, decisions)} of two processes that decode together."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the processes share one import
     queue, port = context.Queue(), _free_port()
     workers = [
         context.Process(target=_worker, args=(rank, port, queue), daemon=True) for rank in range(2)

@@ -14,6 +14,7 @@ from jetspec.config import RunConfig
 from jetspec.evaluation.cells import ALL_SLICES, Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request, make_runner
+from jetspec.peers import Peers
 from jetspec.prompts import Prompt
 from jetspec.records import environment
 from jetspec.sampling_settings import SamplingSettings
@@ -42,6 +43,7 @@ def plain_answers(
     target: Any,
     temperature: float,
     engines: "Engines | None" = None,
+    peers: Peers | None = None,
 ) -> dict[str, Any]:
     """Plain decoding's text of every prompt; read where it was decoded before.
 
@@ -50,6 +52,7 @@ def plain_answers(
         fingerprint: the target's.
         engines: decode them where they can; None leaves them to the reference loop. Without
             `evaluation.reference_batch`, `regeneration.batch_size` decode side by side.
+        peers: processes that make the same call and share out the prompts.
 
     Returns:
         {uri, decoder, outputs: token ids by prompt id}.
@@ -75,8 +78,10 @@ def plain_answers(
     }
     key = content_hash(shape)
     uri = stage_uri(config.storage, STAGE, key)
-    if not is_complete(uri):
-        _decode(uri, key, shape, asked, target, settings, engines)
+    peers = peers or Peers()
+    if not peers.same(lambda: is_complete(uri)):
+        _decode(uri, key, shape, asked, target, settings, engines, peers)
+        peers.wait()
     read_manifest(uri, kind=STAGE)
     return {"uri": uri, **read_json(join(uri, ANSWERS))}
 
@@ -100,15 +105,17 @@ def _decode(
     target: Any,
     settings: EvaluationConfig,
     engines: "Engines | None",
+    peers: Peers,
 ) -> None:
     requests = [Request(target.render(list(prompt.messages)), prompt.id) for prompt in prompts]
     order = sorted(requests, key=lambda request: len(request.input_ids))
+    order = order[peers.rank :: peers.size]
     run = make_runner(
         _cell(shape["batch_size"], shape["temperature"]), target, None, settings, engines
     )
     started = time.perf_counter()
     # The engine keeps its slots filled by itself; the reference loop takes one batch at a time.
-    size = len(order) if shape["decoder"] == "engine" else shape["batch_size"]
+    size = max(len(order), 1) if shape["decoder"] == "engine" else shape["batch_size"]
     outputs: dict[str, list[int]] = {}
     decoder = shape["decoder"]
     for begin in range(0, len(order), size):
@@ -116,6 +123,10 @@ def _decode(
         decoded = run(part, settings.max_new_tokens)
         outputs |= {r.request_id: t for r, t in zip(part, decoded.outputs, strict=True)}
         decoder = decoded.decoder
+    for other in peers.all(outputs):
+        outputs |= other
+    if peers.rank:
+        return
     seconds = time.perf_counter() - started
     write_json(join(uri, ANSWERS), {"decoder": decoder, "outputs": outputs})
     tokens = sum(len(answer) for answer in outputs.values())

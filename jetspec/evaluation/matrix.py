@@ -25,6 +25,7 @@ from jetspec.evaluation.turns import Turns
 from jetspec.heads.doctor import require_fit
 from jetspec.heads.eight_bits import drafting_head
 from jetspec.heads.registry import load_head
+from jetspec.peers import Peers
 from jetspec.prompts import Prompt, load_prompts
 from jetspec.stages import StageResult
 from jetspec.storage import (
@@ -85,6 +86,7 @@ def evaluate(
     *,
     retry_failed: bool = False,
     other_target: bool = False,
+    peers: Peers | None = None,
 ) -> StageResult:
     """Measure the matrix in this process.
 
@@ -94,24 +96,39 @@ def evaluate(
         retry_failed: measure the failed rows of a finished matrix again.
         other_target: accept a head that was distilled for another target's fingerprint, as when
             an old champion is measured on a changed target.
+        peers: processes that make the same call and share out the groups, whose cells take turns
+            and so stay on one GPU.
 
     Raises:
         JetspecError: the head is incomplete or for another target, or there are no prompts.
     """
-    plan = make_plan(config, head_uri, other_target=other_target)
-    if reused := finished(plan, retry_failed=retry_failed):
+    peers = peers or Peers()
+
+    def begin() -> tuple[Plan, StageResult | None, dict[Group, list[Cell]]]:
+        plan = make_plan(config, head_uri, other_target=other_target)
+        reused = finished(plan, retry_failed=retry_failed)
+        return plan, reused, {} if reused else pending(plan)
+
+    plan, reused, todo = peers.same(begin)
+    if reused:
         return reused
-    todo = pending(plan)
     if todo:
         target, head = load_models(config, head_uri)
         engines = open_engines(target, head, config.evaluation)
-        done = len(plan.cells) - sum(map(len, todo.values()))
-        for group_cells in todo.values():
+        if config.evaluation.reference_batch is not None and peers.size > 1:
+            fingerprint = plan.facts["target_fingerprint"]
+            for temperature in sorted({group.temperature for group in todo}):
+                plain_answers(
+                    config, plan.prompts, fingerprint, target, temperature, engines, peers
+                )
+        before = len(plan.cells) - sum(map(len, todo.values()))
+        for group_cells in peers.taken(list(todo.values())):
             for record in measure_group(plan, group_cells, target, head, config, engines):
-                done += 1
+                done = before + peers.add("cells", 1)
                 if on_progress:
                     on_progress(done, len(plan.cells), record)
-    return finish(plan, config)
+        peers.wait()
+    return peers.same(lambda: finish(plan, config))
 
 
 def make_plan(config: RunConfig, head_uri: str | None, *, other_target: bool = False) -> Plan:

@@ -24,6 +24,7 @@ from jetspec.evaluation.record import acceptance_by_depth, by_slice, tau_of, wit
 from jetspec.evaluation.replay import Replay
 from jetspec.evaluation.scoring import scored_head
 from jetspec.generation.loops import is_looping
+from jetspec.peers import Peers
 from jetspec.prompts import Prompt
 from jetspec.records import environment
 from jetspec.samples import Sample
@@ -46,7 +47,10 @@ OnProgress = Callable[[int, int, dict[str, Any]], None]
 
 
 def replay(
-    config: RunConfig, head_uri: str | None, on_progress: OnProgress | None = None
+    config: RunConfig,
+    head_uri: str | None,
+    on_progress: OnProgress | None = None,
+    peers: Peers | None = None,
 ) -> StageResult:
     """tau of the matrix's drafting cells at temperature 0, on all of its prompts.
 
@@ -55,35 +59,52 @@ def replay(
 
     Args:
         on_progress: called with (cells done, cells in all, record) after every cell.
+        peers: processes that make the same call and share out the answers and the slices.
 
     Raises:
         JetspecError: as `matrix.evaluate`; or a method or setting that cannot be replayed.
     """
-    config, plan = replay_plan(config, head_uri)
+    peers, original = peers or Peers(), config
+    config, plan, todo = peers.same(lambda: _begin(original, head_uri))
     settings = config.evaluation
-    if is_complete(plan.uri):
+    if todo is None:
         return _result(plan, read_manifest(plan.uri, kind=STAGE), reused=True)
-    todo: dict[str, list[Cell]] = {}
-    for cell in plan.cells:
-        if read_record(plan, cell) is None:
-            todo.setdefault(cell.slice, []).append(cell)
     if todo:
         target, head = load_models(config, head_uri)
         plain = open_engines(target, None, settings.model_copy(update={"methods": ("plain",)}))
         fingerprint = plan.facts["target_fingerprint"]
-        answers = plain_answers(config, plan.prompts, fingerprint, target, 0.0, plain)
+        answers = plain_answers(config, plan.prompts, fingerprint, target, 0.0, plain, peers)
         del plain  # its pages: the drafts need the memory
         facts = {**plan.facts, "reference_uri": answers["uri"]}
-        done = len(plan.cells) - sum(map(len, todo.values()))
-        for name, own in todo.items():
+        before = len(plan.cells) - sum(map(len, todo.values()))
+        for name, own in peers.taken(list(todo.items())):
             prompts = asked_prompts({name: plan.prompts[name]}, settings)
             samples = [_sample(target, prompt, answers["outputs"][prompt.id]) for prompt in prompts]
             for cell, replays in _replays(own, target, head, samples, settings).items():
                 record = _record(cell, replays, samples, target, settings, facts)
                 write_record(plan, cell, record)
-                done += 1
+                done = before + peers.add("cells", 1)
                 if on_progress:
                     on_progress(done, len(plan.cells), record)
+        peers.wait()
+    return peers.same(lambda: _finish(plan))
+
+
+def _begin(
+    config: RunConfig, head_uri: str | None
+) -> tuple[RunConfig, Plan, dict[str, list[Cell]] | None]:
+    """What is to be replayed, and the cells without a record by slice; None where all is done."""
+    config, plan = replay_plan(config, head_uri)
+    if is_complete(plan.uri):
+        return config, plan, None
+    todo: dict[str, list[Cell]] = {}
+    for cell in plan.cells:
+        if read_record(plan, cell) is None:
+            todo.setdefault(cell.slice, []).append(cell)
+    return config, plan, todo
+
+
+def _finish(plan: Plan) -> StageResult:
     keys = [cell.key for cell in plan.cells]
     manifest = write_manifest(
         plan.uri, kind=STAGE, config_hash=plan.key, cells=keys, environment=environment(),

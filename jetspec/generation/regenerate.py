@@ -29,6 +29,7 @@ from jetspec.generation.plan import (
     sampling_facts,
 )
 from jetspec.generation.progress import Listener, RegenerationProgress
+from jetspec.peers import Peers
 from jetspec.prompts import Prompt
 from jetspec.records import environment
 from jetspec.samples import Accounting, Sample, SampleWriter, Status
@@ -71,26 +72,40 @@ class ShardResult:
     dead_letters: list[DeadLetter]
 
 
-def regenerate(config: RunConfig, on_progress: Listener | None = None) -> dict[str, Any]:
+def regenerate(
+    config: RunConfig, on_progress: Listener | None = None, peers: Peers | None = None
+) -> dict[str, Any]:
     """Have the target answer every training prompt, in this process; returns the manifest.
 
     A finished regeneration of the same content is returned as it is. Shards that are already
     complete are kept.
 
+    Args:
+        peers: processes that make the same call and share out the shards.
+
     Raises:
         JetspecError: a wrong setting, an unreachable target, a corrupt shard, or an output that
             cannot be written.
     """
-    plan = prepare(config)
-    if storage.is_complete(plan.uri):
+    peers = peers or Peers()
+    plan, missing = peers.same(lambda: _begin(config))
+    if missing is None:
         return storage.read_manifest(plan.uri, kind=KIND)
-    missing = missing_shards(plan)
     if missing:
-        _run_here(plan, missing, on_progress)
-    return finish(plan)
+        _run_here(plan, missing, on_progress, peers)
+        peers.wait()
+    return peers.same(lambda: finish(plan))
 
 
-def _run_here(plan: Plan, missing: Sequence[int], on_progress: Listener | None) -> None:
+def _begin(config: RunConfig) -> tuple[Plan, list[int] | None]:
+    """The plan, and the shards still to be computed; None where the stage is complete."""
+    plan = prepare(config)
+    return plan, None if storage.is_complete(plan.uri) else missing_shards(plan)
+
+
+def _run_here(
+    plan: Plan, missing: Sequence[int], on_progress: Listener | None, peers: Peers
+) -> None:
     total = sum(plan.asked_in(shard) for shard in missing)
     started = time.monotonic()
     done = tokens = 0
@@ -103,15 +118,18 @@ def _run_here(plan: Plan, missing: Sequence[int], on_progress: Listener | None) 
             on_progress(RegenerationProgress(done, total, tokens, elapsed))
 
     prompts = read_prompts(plan)
-    backend = open_for(plan)
-    backend.on_tokens = count
+    backend: Backend | None = None
     try:
-        for shard in missing:
+        for shard in peers.taken(missing):
+            if backend is None:
+                backend = open_for(plan)
+                backend.on_tokens = count
             regenerate_shard(backend, plan, prompts, shard)
-            done += plan.asked_in(shard)
+            done = peers.add("requests", plan.asked_in(shard))
             count(0)
     finally:
-        backend.close()
+        if backend is not None:
+            backend.close()
 
 
 def open_for(plan: Plan) -> Backend:
