@@ -95,13 +95,17 @@ class Runner:
             gc.collect()
             torch.cuda.empty_cache()
             print(f"   {time.perf_counter() - started:.0f} s", flush=True)
-            if self.path:
-                self.path.write_text(json.dumps(self.record, indent=1))
+            self._save()
+
+    def _save(self) -> None:
+        if self.path:
+            self.path.write_text(json.dumps(self.record, indent=1))
 
     def _keep(self, rows: list[dict[str, object]], row: dict[str, object]) -> None:
         rows.append(row)
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
         print("  ".join(f"{k} {v}" for k, v in shown.items() if k != "kernels"), flush=True)
+        self._save()
 
     def rows(self, out: list[dict[str, object]]) -> None:
         from jetspec.engine.benchmarks.rows import measure
