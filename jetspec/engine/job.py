@@ -49,7 +49,7 @@ class Job:
         self.waiting = deque(range(len(prompts)))
         self.prompt: Ints = np.full(slots, IDLE)
         self.fresh: list[int] = []
-        self._stops: Ints = np.array(sorted(stops), np.int64)
+        self._stops = sorted(stops)
         self._on_tokens, self._on_answer = on_tokens, on_answer
         self._answered: list[int] = []  # prompts, since the last `hand_over`
         self._prompt_tokens: Ints = np.zeros(slots, np.int64)
@@ -110,17 +110,23 @@ class Job:
 
     def _append(self, slots: Ints, lengths: Ints, tokens: Ints) -> list[int]:
         """Add lengths [R] of tokens [R, T] up to a stop token or the limit; the slots that end."""
+        if not len(slots):
+            return []
         written, steps = self._written[slots], np.arange(tokens.shape[1])
         self._tokens[slots[:, None], written[:, None] + steps] = tokens
         kept = np.minimum(lengths, self.new_tokens - written)
-        stopping = np.isin(tokens, self._stops) & (steps < kept[:, None])
-        stopped = np.any(stopping, axis=1)
-        kept = np.where(stopped, stopping.argmax(1) + 1, kept)
+        stopping = np.zeros(tokens.shape, bool)
+        for stop in self._stops:
+            stopping |= tokens == stop
+        rows, at = np.nonzero(stopping & (steps < kept[:, None]))
+        stopped, first = np.unique(rows, return_index=True)  # `nonzero` goes along the rows
+        kept[stopped] = at[first] + 1
         self._written[slots] += kept
-        over = stopped | (written + kept == self.new_tokens)
-        for slot, at_stop in zip(slots[over].tolist(), stopped[over].tolist(), strict=True):
-            self._end(slot, "stop" if at_stop else "length")
-        return slots[over].tolist()
+        full = np.flatnonzero(written + kept == self.new_tokens)
+        ends = dict.fromkeys(full.tolist(), "length") | dict.fromkeys(stopped.tolist(), "stop")
+        for row, finish in ends.items():
+            self._end(int(slots[row]), finish)
+        return slots[list(ends)].tolist()
 
     def _end(self, slot: int, finish: str) -> None:
         prompt = int(self.prompt[slot])

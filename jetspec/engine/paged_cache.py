@@ -82,7 +82,7 @@ class PagedCache:
         if wanted - held > len(self._free):
             raise JetspecError("engine.pages", self.pages, "all in use; fewer slots or more pages")
         pages = self._rows[slot]
-        self._free += pages[wanted:held][::-1].tolist()
+        self._free += pages[wanted:held].tolist()
         for place in range(held, wanted):
             pages[place] = self._free.pop()
             self._changed = True
