@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from jetspec.config import RunConfig
 from jetspec.decode import decode
 from jetspec.drafters import HeadDrafter
 from jetspec.errors import JetspecError
+from jetspec.evaluation import matrix
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.heads.eight_bits import drafting_head, rounded_head
 from jetspec.targets.fp8 import quantise, written_out
@@ -86,6 +88,17 @@ def test_the_engine_drafts_as_the_reference_loop_does_and_writes_the_targets_tex
     plain = decode(target, [[5, 9, 11]], max_new_tokens=5).generations[0]
     assert ours.tokens == theirs.tokens == plain.tokens
     assert ours.accepted == theirs.accepted
+
+
+def test_evaluations_and_replays_draft_with_what_the_run_says(monkeypatch) -> None:
+    target, head = models()
+    monkeypatch.setattr(matrix, "load_target", lambda config: target)
+    monkeypatch.setattr(matrix, "load_fitting_head", lambda uri, target: head)
+    assert matrix.load_models(RunConfig(), "head")[1] is head
+    run = RunConfig(evaluation=EvaluationConfig(draft_weights="fp8"))
+    loaded = matrix.load_models(run, "head")[1]
+    assert loaded is not head and loaded.projection is not None
+    assert matrix.load_models(run, None)[1] is None
 
 
 def test_who_does_not_ask_keeps_every_key_and_other_heads_are_refused() -> None:

@@ -63,7 +63,7 @@ def wanted(row: str) -> list[str]:
     """The variants that change anything in a row."""
     config, batch = shape(row)
     if row in ALIGNED_ROWS:
-        return ["present"]
+        return ["present", "even"]
     if config is None:
         return ["present", "joined", "even", "across"]
     eight = batch == 1  # at 16 the head's 256 rows take bf16 weights in any case
