@@ -2,7 +2,8 @@
 
 Slots are filled as sequences finish. The host reads one small tensor a round, the committed
 tokens, and on a GPU it does so while the next round runs: a round needs nothing from the host.
-A stop found that way costs one discarded round of its slot.
+A stop found that way costs one discarded round of its slot. Prompts are read in between without
+waiting either: their first tokens arrive with the next round's.
 """
 
 import time
@@ -170,6 +171,8 @@ class Engine:
         on_answer: Callable[[int, Generation], None] = lambda prompt, generation: None,
     ) -> DecodeResult:
         """As `jetspec.decode.decode`; prompts wait for a slot and for pages.
+
+        On a GPU the seconds of `prefill` are the device's; `verify` is the rest of the wall time.
 
         Args:
             budgets: draft nodes of each prompt's rounds, where fewer than the tree's (depth, of a
