@@ -129,6 +129,29 @@ def test_graphs_and_rounds_under_way_change_no_token() -> None:
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_and_rounds_are_enqueued_without_waiting_for_the_device(temperature) -> None:
+    target = target_of()
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    head = head_of(target, "causal", 4)
+    engine = Engine(target, head, tree=TREE, slots=3, max_rows=256, sampling=sampling)
+    expected = answers(engine, prompts(8), 40)  # compiles, captures
+
+    def unwaiting(call):
+        def checked(*arguments):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return checked
+
+    for name in ("_admit", "_fly", "_release"):
+        setattr(engine, name, unwaiting(getattr(engine, name)))
+    assert answers(engine, prompts(8), 40) == expected
+
+
 def test_budgets_of_single_requests_change_no_token() -> None:
     target = target_of()
     head = head_of(target, "causal", 0)
