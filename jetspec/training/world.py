@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 gave it another name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class World:
@@ -33,7 +36,7 @@ class World:
     def gather(self, values: Tensor) -> Tensor:
         """[size, ...]: every process's values in the order of ranks; the same on every one."""
         out = values.new_empty(self.size, *values.shape)
-        dist.all_gather_into_tensor(out.view(-1), values.contiguous().view(-1))
+        _gather(out.view(-1), values.contiguous().view(-1))
         return out
 
 
