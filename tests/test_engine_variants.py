@@ -3,11 +3,15 @@
 import pytest
 
 from tests.test_kernels_setup import interpreted
+from tests.tiny import tiny_head, tiny_target
 
 variants = interpreted("kernels.benchmarks.variants")
 attention = interpreted("kernels.tree_attention")
 
+from jetspec.decode import decode  # noqa: E402
 from jetspec.engine.benchmarks import variants as rounds  # noqa: E402
+from jetspec.engine.engine import Engine  # noqa: E402
+from jetspec.trees.config import TreeConfig  # noqa: E402
 
 
 def test_launches_are_ones_that_the_kernel_takes_and_no_two_are_the_same() -> None:
@@ -50,3 +54,16 @@ def test_a_rule_holds_for_the_launches_inside_alone() -> None:
         raise KeyError
     assert (attention.plan_for, attention.splits_for) == before
     assert usual == (attention.plan_for(129, 4, 8, 64), (512, 12))
+
+
+def test_rounds_under_a_rule_write_the_same_text() -> None:
+    """Draft, prompt and tree alike go across, in even splits that the last one merges."""
+    target = tiny_target("llama", hidden_size=64, num_layers=1)
+    head = tiny_head(target, block_size=4, num_layers=1, num_taps=1)
+    tree = TreeConfig(builder="best_first", depth=2, budget=3, width=3)
+    prompts = [[5, 9, 11]]
+    plain = decode(target, prompts, max_new_tokens=3).generations
+    with rounds.launched_by("across"):
+        engine = Engine(target, head, tree=tree, slots=1, max_rows=64, page_size=16, kernels=True)
+        ours = engine.decode(prompts, max_new_tokens=3).generations
+    assert [g.tokens for g in ours] == [g.tokens for g in plain]
