@@ -38,7 +38,7 @@ def add_rms_norm(
     """(norm(x + residual) * weight, x + residual), both [T, d] in the weight's type.
 
     Args:
-        x: [T, d], or fp32 [S, T, d] partial sums of a split matrix product, added in order.
+        x: [T, d], or [S, T, d] partial sums of a split matrix product, added in order in fp32.
         residual: [T, d], or None.
     """
     parts = x.shape[0] if x.dim() == 3 else 1

@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from kernels import (
     aot, commit, distillation, edge_products, edges, exact_attention, experts, fp8_gemm, launch,
-    mlp, norms, place, rope, small_gemm, topk, tree_attention, tree_build,
+    mlp, norms, place, ranks, rope, small_gemm, topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -129,10 +129,15 @@ def commit_all():
 def topk_all():
     topk.topk_logsumexp(bf16(2, 151936), 1)
     topk.topk_logsumexp(bf16(2, 151936), 32)
+    for width in (1, 32):
+        found = torch.empty(16, width), longs(16, width), torch.empty(16)
+        ranks.pack_best(*found, 75968, sums=width > 1)
+        ranks.merge_packed(longs(2, 16, width + 1), sums=width > 1)
 
 
 def fusion_all():
     norms.add_rms_norm(torch.empty(4, 2, 4096), bf16(2, 4096), bf16(4096), 1e-6)
+    norms.add_rms_norm(bf16(2, 129, 4096), bf16(129, 4096), bf16(4096), 1e-6)  # shares of 2 ranks
     mlp.silu_mul(bf16(2, 24576))
     for m, parts in ((1, (2,)), (16, ())):
         kv = bf16(4, 8, 64, 128)
@@ -180,6 +185,8 @@ recorders = record(module, *names)
 if sys.argv[1] == "fusions":
     recorders += record(mlp, "_silu_mul")
     recorders += record(rope, "_qkv_to_cache", "_context_to_caches")
+if sys.argv[1] == "topk":
+    recorders += record(ranks, "_pack_best", "_merge_packed")
 if sys.argv[1] == "exact":
     recorders += record(tree_build, "_list_ancestors")
 if sys.argv[1] == "commit":
