@@ -14,6 +14,7 @@ from jetspec.decode import decode
 from jetspec.drafters import HeadDrafter
 from jetspec.errors import JetspecError
 from jetspec.sampling import SamplingParams
+from jetspec.targets.fp8 import to_fp8
 from jetspec.training.world import World
 from jetspec.trees.config import TreeConfig
 from tests.test_kernels_setup import interpreted
@@ -185,6 +186,24 @@ def test_what_cannot_be_split_is_refused_in_one_line() -> None:
     assert target.model.base_model.layers[0].self_attn.q_proj.weight.shape == (32, 64)
     with pytest.raises(JetspecError, match="load them again"):
         EngineModel(target, max_rows=64, products=Products())
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_the_ranks_parts_put_together_are_the_whole(eight_bits) -> None:
+    whole, *parts = (tiny_target("qwen2", hidden_size=64, num_layers=1) for _ in range(3))
+    for target in (whole, *parts):
+        if eight_bits:
+            to_fp8(target.model, "tiny")
+    for rank, target in enumerate(parts):
+        split_target(target, World(rank, 2, 2))
+    first, *others = (target.model.base_model.layers[0] for target in (whole, *parts))
+    state = [dict(layer.state_dict()) for layer in others]
+    for name, tensor in first.state_dict().items():
+        closing = name.split(".")[1] in ("o_proj", "down_proj")
+        columns = closing and tensor.ndim == 2
+        both = torch.cat([own[name] for own in state], 1 if columns else 0)
+        kept = "norm" in name or (closing and not columns)
+        assert torch.equal(both, torch.cat([tensor, tensor]) if kept else tensor), name
 
 
 def test_output_is_split_by_its_bytes_unless_told(monkeypatch) -> None:
