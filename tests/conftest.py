@@ -1,10 +1,19 @@
-"""Two test processes share two cores: one thread each, set before torch is imported."""
+"""What must be settled before torch and the kernels are imported.
+
+Several test processes share two cores: one thread each. Triton decides when a kernel is decorated
+whether it runs in the interpreter, and any test file may be the first to import the kernels.
+"""
 
 import os
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,6 @@
 """Kernels run on the CPU in Triton's interpreter: how the other kernel tests import them."""
 
 import importlib
-import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,23 +10,7 @@ import kernels
 
 
 def interpreted(name: str) -> ModuleType:
-    """A `kernels` module whose Triton functions run in the interpreter when there is no GPU.
-
-    Triton decides when a function is decorated: what was decorated before is decorated again.
-    """
-    if torch.cuda.is_available():
-        return importlib.import_module(name)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        os.environ["TRITON_INTERPRET"] = "1"
-        for loaded in [module for module in sys.modules if module.startswith("kernels.")]:
-            del sys.modules[loaded]
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    if not isinstance(tl.standard.max, InterpretedFunction):
-        for helper, function in vars(importlib.reload(tl.standard)).items():
-            if isinstance(function, InterpretedFunction):
-                setattr(tl, helper, function)
+    """A `kernels` module whose Triton functions run in the interpreter when there is no GPU."""
     return importlib.import_module(name)
 
 
