@@ -97,8 +97,13 @@ def planted(engine, starts, truths):
 def decoded(model, starts, rounds, tree=None, truths=None):
     """(committed tokens, the logits' bits behind each, most tokens of a round) of each slot."""
     engine = engine_amid(model, starts, tree)
-    logits, held = engine.model.logits, []
-    engine.model.logits = lambda hidden: held.append(logits(hidden)) or held[-1]
+    best, held = engine.model.best, []
+
+    def watched(hidden, *rest, **options):
+        held.append(engine.model.logits(hidden))
+        return best(hidden, *rest, **options)
+
+    engine.model.best = watched
     tokens = [[] for _ in starts]
     rows = [[] for _ in starts]
     longest = [0] * len(starts)
