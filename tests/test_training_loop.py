@@ -139,6 +139,18 @@ def test_large_gradients_of_path_scores_leave_the_backbones_alone(target):
     assert clipped == pytest.approx(1.0, rel=1e-4) and norm == pytest.approx(float(own), rel=1e-3)
 
 
+def test_a_part_without_gradients_is_not_clipped(target, monkeypatch):
+    head, module, _ = optimized(target)
+    for parameter in head.edges.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    clip, parts = torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda p, n: (parts.append(len(p)), clip(p, n))[1]
+    )
+    clip_gradients(head, module, 1.0)
+    assert parts == [len(list(head.edges.parameters()))]
+
+
 def test_what_shapes_a_head_leaves_out_cadence_and_settings_that_are_as_usual():
     usual = TrainingConfig().shaping()
     assert not {"optimizer", "path_learning_rate", "log_every", "checkpoint_every"} & set(usual)

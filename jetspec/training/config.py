@@ -23,7 +23,7 @@ class LossConfig(Settings):
             or a mixture, each kind with its share: {hard_labels: 0.1, total_variation: 0.9}.
         temperature: T_KD; the loss is scaled by its square. Hard labels know no temperature.
         gamma: depth weight exp(-(k-1)/gamma); 0 is uniform.
-        chunk_tokens: slots whose vocabulary row exists at one time in fp32.
+        chunk_tokens: slots whose vocabulary row exists at one time.
         edge_candidates: candidates a slot among which path scores are trained.
         edge_weight: weight of the path scores' loss, when the head has them.
     """

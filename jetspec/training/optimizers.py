@@ -38,9 +38,10 @@ def make_optimizers(
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     path = {id(p) for p in head.path_parameters()}
-    own = [p for p in trained if id(p) in path and p.ndim > 1]
-    matrices = [p for p in trained if id(p) not in path and p.ndim > 1]
-    vectors = [p for p in trained if p.ndim <= 1]
+    ratio = (config.path_learning_rate or config.learning_rate) / config.learning_rate
+    own = [p for p in trained if id(p) in path]
+    rest = [p for p in trained if id(p) not in path]
+    matrices = [p for p in rest if p.ndim > 1]
     turned: list[nn.Parameter] = []
     if config.optimizer == "muon":
         if sharded:
@@ -49,11 +50,11 @@ def make_optimizers(
             )
         turned = [p for p in matrices if p.ndim == 2]
         matrices = [p for p in matrices if p.ndim != 2]
-    ratio = (config.path_learning_rate or config.learning_rate) / config.learning_rate
     groups: list[dict[str, Any]] = [
         {"params": matrices, RATIO: 1.0},
-        {"params": vectors, RATIO: 1.0, "weight_decay": 0},
-        {"params": own, RATIO: ratio},
+        {"params": [p for p in rest if p.ndim <= 1], RATIO: 1.0, "weight_decay": 0},
+        {"params": [p for p in own if p.ndim > 1], RATIO: ratio},
+        {"params": [p for p in own if p.ndim <= 1], RATIO: ratio, "weight_decay": 0},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
@@ -89,8 +90,7 @@ def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) 
 def clip_gradients(head: DraftHead, module: nn.Module, largest: float) -> Tensor:
     """Bring the gradients' norm down to `largest`, path scores and the rest each by itself.
 
-    The two losses share no parameters: the large gradients of fresh path scores must not shrink
-    the backbone's steps.
+    The large gradients of fresh path scores must not shrink the backbone's steps.
 
     Returns:
         the norm of them all before.
@@ -98,7 +98,8 @@ def clip_gradients(head: DraftHead, module: nn.Module, largest: float) -> Tensor
     path = {id(p) for p in head.path_parameters()}
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in module.parameters():
-        parts[id(parameter) in path].append(parameter)
+        if parameter.grad is not None:  # a frozen part has a norm on no device
+            parts[id(parameter) in path].append(parameter)
     norms = [nn.utils.clip_grad_norm_(part, largest) for part in parts if part]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return torch.linalg.vector_norm(torch.stack(whole))
