@@ -16,7 +16,7 @@ ROWS = [
     "tree_b1_255", "tree_b16_16", "tree_b16_32",
 ]  # fmt: skip
 FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512, 528)
-CONTEXTS = (8192, 32768)
+CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 TABLES = (
     "rows", "host", "split", "kernels", "overlap", "attention", "exact", "floors", "growth",
     "regeneration", "variants", "clocks",
@@ -210,15 +210,15 @@ class Runner:
             self._keep(out, row)
 
     def growth(self, out: list[dict[str, object]]) -> None:
-        """A round against context, budget and batch, with the memory used."""
+        """A round against context, budget and batch beyond the other rows, with the memory used."""
         from jetspec.engine.benchmarks.rows import measure
+        from jetspec.engine.benchmarks.warm import KIND_ROWS
 
         for context in CONTEXTS:
             for row in measure(["ar_b1", "tree_b1_128"], self.target, self.head, context=context):
                 self._keep(out, row | {"context": context})
-        for name in ("tree_b1_512", "ar_b64"):
-            for row in measure([name], self.target, self.head):
-                self._keep(out, row)
+        for row in measure(KIND_ROWS["growth"], self.target, self.head):
+            self._keep(out, row)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ KIND_ROWS = {
         "tree_b16_32",
     ],
     "exact": ["ar_b1", "ar_b16", "tree_b1_64", "tree_b1_128"],
+    "growth": [
+        "tree_b1_32", "tree_b1_512", "tree_b1_1023", "ar_b4", "ar_b64", "tree_b4_16", "tree_b64_16",
+    ],
 }  # fmt: skip
 RULES: dict[str, tuple[Plan, tuple[int, int]]] = {
     "64 rows, (256, 24)": (Plan(64, 64, 4, 3, True), (256, 24)),
@@ -51,7 +54,7 @@ def compile_row(name: str, kind: str) -> None:
 
     target = random_target(layers=5)
     head = random_head(target)
-    if kind == "plain":
+    if kind in ("plain", "growth"):
         engine_for(name, target, head).round.run()
     elif kind == "attention":
         for rule in RULES:
