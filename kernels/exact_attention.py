@@ -18,10 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.attention_plans import Plan, plan_for
+from kernels.kv_tiles import LOG2_E, fold, next_tiles, tile_sources
 from kernels.launch import dependent, dot, enter
-from kernels.tree_attention import MERGE, Plan, Workspace, _step, _tile, plan_for
+from kernels.merge_splits import MERGE, Workspace, fold_splits
 
 TAIL = 32
 """Positions a row gathers, itself included; part of the reduction order."""
@@ -99,22 +100,21 @@ def _attend_committed(
         total = tl.zeros((ROWS,), tl.float32)
         pages_ptr += seq * max_pages
         last = (high - 1) // PAGE
-        # The page of the next step is read one step ahead: tiles then wait for no other load.
         page = tl.load(pages_ptr + tl.minimum(low // PAGE, last))
         unmasked = tl.minimum(high, least // TILE * TILE)
         for start in tl.range(low, unmasked, TILE):
-            line = (page * KV_HEADS + head) * PAGE + start % PAGE
-            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            acc, top, total = _step(q, k, v, acc, top, total, live[:, None], scale, False)
+            k, v, page = next_tiles(
+                k_ptr, v_ptr, pages_ptr, page, head, start, last, KV_HEADS, HEAD_DIM, PAGE, TILE,
+                DESCRIPTORS,
+            )  # fmt: skip
+            acc, top, total = fold(q, k, v, acc, top, total, live[:, None], scale, False)
         for start in tl.range(tl.maximum(low, unmasked), high, TILE, num_stages=2):
-            line = (page * KV_HEADS + head) * PAGE + start % PAGE
-            page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-            k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-            v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+            k, v, page = next_tiles(
+                k_ptr, v_ptr, pages_ptr, page, head, start, last, KV_HEADS, HEAD_DIM, PAGE, TILE,
+                DESCRIPTORS,
+            )  # fmt: skip
             allowed = (start + cols)[None, :] < seen[:, None]
-            acc, top, total = _step(q, k, v, acc, top, total, allowed, scale, True)
+            acc, top, total = fold(q, k, v, acc, top, total, allowed, scale, True)
         flat += split * batch * nodes * KV_HEADS * GROUP
         tl.store(top_ptr + flat, top, mask=live)
         tl.store(sum_ptr + flat, total, mask=live)
@@ -173,21 +173,10 @@ def _finish(
             filled = (split < used) & mine
             tops = tl.load(top_ptr + split * rows_in_all + flat, mask=filled, other=float("-inf"))
             new_top = tl.maximum(new_top, tops)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep = tl.exp2(top - base)
-        acc = acc * keep[:, None]
-        total = total * keep
-        for index in tl.static_range(MERGE):
-            split = first + index
-            filled = (split < used) & mine
-            row = split * rows_in_all + flat
-            tops = tl.load(top_ptr + row, mask=filled, other=float("-inf"))
-            sums = tl.load(sum_ptr + row, mask=filled, other=0.0)
-            from_ = part_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-            part = tl.load(from_, mask=filled[:, None], other=0.0)
-            weights = tl.exp2(tops - base)
-            acc += part * weights[:, None]
-            total += sums * weights
+        acc, total = fold_splits(
+            acc, top, total, new_top, part_ptr, top_ptr, sum_ptr, flat, mine, first, used,
+            rows_in_all, HEAD_DIM, MERGE, "",
+        )  # fmt: skip
         top = new_top
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mine[:, None])
@@ -226,20 +215,11 @@ def exact_attention(
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
     plan = plan or plan_for(nodes, group, kv_heads * batch, page_size, q.element_size())
-    if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
-        raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")
-    if page_size % plan.tile or cuts.size % plan.tile or plan.tile & (plan.tile - 1):
-        raise ValueError(f"tile {plan.tile} must divide page {page_size} and split {cuts.size}")
+    key_source, value_source = tile_sources(keys, values, heads, cuts.size, plan)
     splits = cuts.used(max_context)
     space = Workspace.allocate(splits, batch * nodes * heads, head_dim, q.device)
     out = torch.empty_like(q) if out is None else out
-    scale = (head_dim**-0.5 if scale is None else scale) * 1.4426950408889634
-    if plan.descriptors:
-        block = [plan.tile, head_dim]
-        key_source = TensorDescriptor.from_tensor(keys.view(-1, head_dim), block)
-        value_source = TensorDescriptor.from_tensor(values.view(-1, head_dim), block)
-    else:
-        key_source, value_source = keys, values
+    scale = (head_dim**-0.5 if scale is None else scale) * LOG2_E
     order = {"TAIL": TAIL, "SIZE": cuts.size, "OCTAVE": cuts.octave}
     _attend_committed[(triton.cdiv(nodes * group, plan.rows) * kv_heads, splits, batch)](
         q, key_source, value_source, page_table, node_counts, positions,

@@ -1,7 +1,12 @@
 """Merging the splits of an attention: unnormalised outputs with their maxima and sums, in order."""
 
+import functools
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.launch import enter
 
@@ -11,6 +16,37 @@ MERGED_ROWS = 4
 """Heads of a node that one program of the merge takes, where they divide so."""
 LAST_ROWS = 16
 """Rows that the last program of a tile merges at a time."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Partial results of the splits: out [S, rows, head_dim] fp32, top and total [S, rows]."""
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+    @classmethod
+    def allocate(cls, splits: int, rows: int, head_dim: int, device: torch.device) -> "Workspace":
+        """rows: batch x nodes x query heads."""
+        return cls(
+            torch.empty(splits, rows, head_dim, dtype=torch.float32, device=device),
+            torch.empty(splits, rows, dtype=torch.float32, device=device),
+            torch.empty(splits, rows, dtype=torch.float32, device=device),
+        )
+
+
+@functools.cache
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """int32: where programs of one launch meet; every launch leaves them at 0.
+
+    Launches that share them must follow each other on one stream.
+    """
+    return _zeros(triton.next_power_of_2(max(count, 1024)), device)
 
 
 @triton.jit
@@ -32,12 +68,45 @@ def split_size(
 
 
 @triton.jit
+def fold_splits(
+    acc, top, total, new_top, part_ptr, top_ptr, sum_ptr, row, live, first, used, rows_in_all,
+    HEAD_DIM: tl.constexpr, MERGE: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """(acc, total): splits first..first + MERGE - 1, of `used`, folded into the running output.
+
+    Args:
+        acc: [R, HEAD_DIM], with its maximum `top` and sum `total`, both [R].
+        new_top: [R], the maximum of `top` and of those splits' own.
+        row: [R], of the partial results, of which each split has `rows_in_all`.
+        CACHE: cache modifier of the loads.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    keep = tl.exp2(top - base)
+    acc = acc * keep[:, None]
+    total = total * keep
+    for index in tl.static_range(MERGE):
+        split = first + index
+        there = (split < used) & live
+        at = split * rows_in_all + row
+        tops = tl.load(top_ptr + at, mask=there, other=float("-inf"), cache_modifier=CACHE)
+        sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=CACHE)
+        part = tl.load(
+            part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
+            mask=there[:, None], other=0.0, cache_modifier=CACHE,
+        )  # fmt: skip
+        weight = tl.exp2(tops - base)
+        acc += part * weight[:, None]
+        total += sums * weight
+    return acc, total
+
+
+@triton.jit
 def merged_rows(
     part_ptr, top_ptr, sum_ptr, row, live, used, rows_in_all,
     HEAD_DIM: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [ROWS, HEAD_DIM]: the rows' attention from their first `used` splits; 0 if not live."""
-    dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -47,25 +116,13 @@ def merged_rows(
             split = first + index
             at = split * rows_in_all + row
             there = (split < used) & live
+            # Another program of this launch may have written it: not from the near cache.
             tops = tl.load(top_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
             new_top = tl.maximum(new_top, tops)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep = tl.exp2(top - base)
-        acc = acc * keep[:, None]
-        total = total * keep
-        for index in tl.static_range(MERGE):
-            split = first + index
-            there = (split < used) & live
-            at = split * rows_in_all + row
-            tops = tl.load(top_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                part_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
-                mask=there[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            weight = tl.exp2(tops - base)
-            acc += part * weight[:, None]
-            total += sums * weight
+        acc, total = fold_splits(
+            acc, top, total, new_top, part_ptr, top_ptr, sum_ptr, row, live, first, used,
+            rows_in_all, HEAD_DIM, MERGE, ".cg",
+        )  # fmt: skip
         top = new_top
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 

@@ -13,55 +13,27 @@ the same tokens do once committed, and many rows are cut less often than few: bi
 neither are `exact_attention`'s.
 """
 
-import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_plans import Plan, plan_for, splits_for, splits_needed
-from kernels.launch import dependent, dot, enter
+from kernels.kv_tiles import LOG2_E, fold, fold_across, next_tiles, tile_sources
+from kernels.launch import dependent, enter
 from kernels.merge_splits import (
     LAST_ROWS,
     MERGE,
     MERGED_ROWS,
+    Workspace,
     _merge,
+    counters,
     last_to_arrive,
     merged_rows,
     split_size,
 )
-
-
-@triton.jit
-def _tile(source, line, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """[T, H]: the rows of one head from `line` on, of a cache seen as [rows, head_dim]."""
-    if DESCRIPTORS:
-        tile = source.load([line, 0])
-    else:
-        at = source + line.to(tl.int64) * HEAD_DIM
-        offsets = tl.arange(0, TILE)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tile = tl.load(at + offsets)
-    return tile
-
-
-@triton.jit
-def _step(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
-    """Fold one tile into the running output. q [R, H], k [T, H], v [T, H], allowed bool [R, T]."""
-    scores = dot(q, tl.trans(k)) * scale
-    if MASKED:
-        scores = tl.where(allowed, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing yet has top -inf: subtracting 0 keeps NaN out of exp2(-inf).
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(scores - base[:, None])
-    keep = tl.exp2(top - base)
-    acc = acc * keep[:, None]
-    acc = dot(weight.to(v.dtype), v, acc)
-    return acc, new_top, total * keep + tl.sum(weight, 1)
 
 
 @triton.jit
@@ -74,21 +46,6 @@ def _tile_words(bits, first, WORDS: tl.constexpr, node_ok, chunk: tl.constexpr):
     high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
     shift = (first & 31).to(tl.uint64)
     return (((high << 32) | low) >> shift).to(tl.uint32)
-
-
-@triton.jit
-def _step_across(q, k, v, acc, top, total, allowed, scale, MASKED: tl.constexpr):
-    """As `_step`, the rows across: q [H, R], k and v [T, H], acc [H, R], allowed bool [T, R]."""
-    scores = dot(k, q) * scale
-    if MASKED:
-        scores = tl.where(allowed, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 0))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(scores - base[None, :])
-    keep = tl.exp2(top - base)
-    acc = acc * keep[None, :]
-    acc = dot(tl.trans(v), weight.to(v.dtype), acc)
-    return acc, new_top, total * keep + tl.sum(weight, 0)
 
 
 @triton.jit
@@ -155,34 +112,33 @@ def _walk(
     if CAUSAL:
         high = tl.minimum(high, prefix + (first_row + ROWS + ACROSS - 1) // GROUP + 1)
     last = tl.maximum(high - 1, 0) // PAGE
-    # The page of the next step is read one step ahead: tiles then wait for no other load.
     page = tl.load(pages_ptr + tl.minimum(low // PAGE, last))
     unmasked = tl.minimum(high, prefix // TILE * TILE)
     for start in tl.range(low, unmasked, TILE):
-        line = (page * KV_HEADS + head) * PAGE + start % PAGE
-        page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-        k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-        v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        k, v, page = next_tiles(
+            k_ptr, v_ptr, pages_ptr, page, head, start, last, KV_HEADS, HEAD_DIM, PAGE, TILE,
+            DESCRIPTORS,
+        )  # fmt: skip
         if ROWS:
-            acc, top, total = _step(q, k, v, acc, top, total, live[:, None], scale, False)
+            acc, top, total = fold(q, k, v, acc, top, total, live[:, None], scale, False)
         if ACROSS:
-            acc_x, top_x, total_x = _step_across(
+            acc_x, top_x, total_x = fold_across(
                 q_x, k, v, acc_x, top_x, total_x, live_x[None, :], scale, False
             )
 
     for start in tl.range(tl.maximum(low, unmasked), high, TILE, num_stages=2):
-        line = (page * KV_HEADS + head) * PAGE + start % PAGE
-        page = tl.load(pages_ptr + tl.minimum((start + TILE) // PAGE, last))
-        k = _tile(k_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
-        v = _tile(v_ptr, line, TILE, HEAD_DIM, DESCRIPTORS)
+        k, v, page = next_tiles(
+            k_ptr, v_ptr, pages_ptr, page, head, start, last, KV_HEADS, HEAD_DIM, PAGE, TILE,
+            DESCRIPTORS,
+        )  # fmt: skip
         if ROWS:
             allowed = _seen(bits_ptr, start, prefix, node, live, cols, WORDS, CAUSAL, TILE, False)
-            acc, top, total = _step(q, k, v, acc, top, total, allowed, scale, True)
+            acc, top, total = fold(q, k, v, acc, top, total, allowed, scale, True)
         if ACROSS:
             allowed_x = _seen(
                 bits_ptr, start, prefix, node_x, live_x, cols, WORDS, CAUSAL, TILE, True
             )
-            acc_x, top_x, total_x = _step_across(
+            acc_x, top_x, total_x = fold_across(
                 q_x, k, v, acc_x, top_x, total_x, allowed_x, scale, True
             )
 
@@ -288,37 +244,6 @@ def _attend(
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(rows < stop)[:, None])
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Partial results of the splits: out [S, rows, head_dim] fp32, top and total [S, rows]."""
-
-    out: Tensor
-    top: Tensor
-    total: Tensor
-
-    @classmethod
-    def allocate(cls, splits: int, rows: int, head_dim: int, device: torch.device) -> "Workspace":
-        """rows: batch x nodes x query heads."""
-        return cls(
-            torch.empty(splits, rows, head_dim, dtype=torch.float32, device=device),
-            torch.empty(splits, rows, dtype=torch.float32, device=device),
-            torch.empty(splits, rows, dtype=torch.float32, device=device),
-        )
-
-
-@functools.cache
-def _zeros(size: int, device: torch.device) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=device)
-
-
-def counters(count: int, device: torch.device) -> Tensor:
-    """int32: where programs of one launch meet; every launch leaves them at 0.
-
-    Launches that share them must follow each other on one stream.
-    """
-    return _zeros(triton.next_power_of_2(max(count, 1024)), device)
-
-
 def tree_attention(
     q: Tensor,
     keys: Tensor,
@@ -362,10 +287,7 @@ def tree_attention(
     row_tiles, across = plan.tiles(nodes * group)
     usual = splits_for(row_tiles * kv_heads * batch)
     split, max_splits = split or usual[0], max_splits or usual[1]
-    if head_dim not in (16, 32, 64, 128) or heads % kv_heads:
-        raise ValueError(f"head_dim {head_dim}, heads {heads}/{kv_heads}: not supported")
-    if page_size % plan.tile or split % plan.tile or plan.tile & (plan.tile - 1):
-        raise ValueError(f"tile {plan.tile} must divide page {page_size} and split {split}")
+    key_source, value_source = tile_sources(keys, values, heads, split, plan)
     splits = splits_needed(nodes, max_context, split, max_splits, plan.even)
     if workspace is None:
         workspace = Workspace.allocate(splits, batch * nodes * heads, head_dim, q.device)
@@ -373,18 +295,12 @@ def tree_attention(
         out = torch.empty_like(q)
     scale = head_dim**-0.5 if scale is None else scale
     words = 1 if ancestor_bits is None else ancestor_bits.shape[-1]
-    if plan.descriptors:
-        block = [plan.tile, head_dim]
-        key_source = TensorDescriptor.from_tensor(keys.view(-1, head_dim), block)
-        value_source = TensorDescriptor.from_tensor(values.view(-1, head_dim), block)
-    else:
-        key_source, value_source = keys, values
     _attend[(row_tiles * kv_heads, splits, batch)](
         q, key_source, value_source, page_table, prefix_lengths, node_counts,
         prefix_lengths if ancestor_bits is None else ancestor_bits,
         workspace.out, workspace.top, workspace.total,
         counters(row_tiles * kv_heads * batch, q.device) if plan.joined else prefix_lengths, out,
-        scale * 1.4426950408889634, page_table.shape[1], nodes, batch,
+        scale * LOG2_E, page_table.shape[1], nodes, batch,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, WORDS=words,
         CAUSAL=ancestor_bits is None, SPLIT=split, MAX_SPLITS=max_splits,
         ROWS=plan.rows, ACROSS=across, TILE=plan.tile, DESCRIPTORS=plan.descriptors,

@@ -152,8 +152,9 @@ def test_preparing_captures_each_context_length_once(models, monkeypatch) -> Non
     captured = []
     engine = Engine(models[0], slots=1, max_rows=5000, page_size=1000, kernels=True, graphs=True)
     monkeypatch.setattr(
-        engine, "capture", lambda: captured.append(engine.round.max_context) or SimpleNamespace()
-    )
+        engine.graphs, "capture",
+        lambda: captured.append(engine.round.max_context) or SimpleNamespace(),
+    )  # fmt: skip
     engine.prepare()
     engine.prepare()
     assert captured == [2048, 4096, 5000]

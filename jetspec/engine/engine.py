@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from jetspec.decode import PHASES, DecodeResult, Generation, decode
 from jetspec.drafters import HeadDrafter
 from jetspec.engine.job import Ints, Job
+from jetspec.engine.launches import Arrival, Graphs, context_bound
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
@@ -34,22 +34,11 @@ from kernels.exact_attention import TAIL
 from kernels.tree_build import LARGEST_BUDGET
 
 PAGE_SIZE = 64
-SHORTEST_BOUND = 2048  # rows of the smallest context that a graph is captured for
 PREFILL_ROWS = 8192  # rows of one pass, padding included
 ADMITTED_SHARE = 32  # while others run, prompts are read for at least this part of the slots
 
 _CHAIN = TreeConfig(builder="chain")
 _GREEDY = SamplingParams()
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Where a round's result arrives on the host (see `State.out`), behind it the anchors that it
-    began with, and what tells that they have; None where nothing is asynchronous."""
-
-    out: Tensor
-    anchors: Tensor
-    done: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -150,14 +139,14 @@ class Engine:
         self.round = Round(
             self.model, engine_head, tree, sampling, self.cache, self.state, max_rows
         )
-        self._graphs = on_gpu if graphs is None else graphs
+        graphed = on_gpu if graphs is None else graphs
+        self.graphs = Graphs(self.round, self.state, max_rows) if graphed else None
         self._ahead = int(on_gpu) if ahead is None else ahead
         # Rows that rounds under way may fill beyond what the host knows of.
         self._margin = self.round.nodes + self._ahead * (self.round.depth + 1)
         self.rows_left = max_rows - self._margin
         self.reach = max_rows  # no sequence outgrows it in the next round
-        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
-        self._arrivals = [self._arrival() for _ in range(self._ahead + 1)]
+        self._arrivals = [Arrival.of(self.state) for _ in range(self._ahead + 1)]
 
     def decode(
         self,
@@ -225,48 +214,18 @@ class Engine:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Run one round: replay its graph, capturing it the first time.
-
-        Attention's grid follows the longest context that a graph allows: one graph for each power
-        of two keeps short contexts from paying for long ones.
-        """
-        bound = self._bound(self.reach)
-        self.round.max_context = bound
-        if not self._graphs:
-            self.round.run()
+        """Run one round, in which no sequence outgrows `reach`."""
+        if self.graphs is not None:
+            self.graphs.launch(self.reach)
             return
-        if bound not in self._captured:
-            self._captured[bound] = self.capture()
-        self._captured[bound].replay()
+        self.round.max_context = context_bound(self.reach, self.max_rows)
+        self.round.run()
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Capture every graph that sequences of up to `max_rows` need, so that no decode has to."""
-        if not (self.kernels and self._graphs):
-            return
-        reach = 1
-        while (bound := self._bound(reach)) not in self._captured:
-            self.round.max_context = bound
-            self._captured[bound] = self.capture()
-            reach = bound + 1
-
-    def _bound(self, reach: int) -> int:
-        """Rows of the context that a graph for `reach` rows allows."""
-        return min(self.max_rows, max(SHORTEST_BOUND, 1 << (reach - 1).bit_length()))
-
-    @torch.no_grad()
-    def capture(self) -> torch.cuda.CUDAGraph:
-        """Compile and capture the round; no sequence notices."""
-        state = vars(self.state)
-        held = {name: value.clone() for name, value in state.items() if value is not None}
-        self.round.run()  # compiles; it writes behind the prefixes only, and the state is restored
-        for name, value in held.items():
-            getattr(self.state, name).copy_(value)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.round.run()
-        return graph
+        if self.kernels and self.graphs is not None:
+            self.graphs.prepare()
 
     def _fly(self, job: Job) -> Flight:
         """Enqueue a round and the copy of its result."""
@@ -279,30 +238,17 @@ class Engine:
         self._arrivals.append(arrival)
         fresh, job.fresh = job.fresh, []
         if fresh:
-            arrival.anchors.copy_(self.state.anchors, non_blocking=True)
+            arrival.send_anchors(self.state)
         self.launch()
-        arrival.out.copy_(self.state.out, non_blocking=True)
-        if arrival.done is not None:
-            arrival.done.record()
+        arrival.send_out(self.state)
         return Flight(job.prompt.copy(), fresh, arrival)
 
     def _land(self, flight: Flight, job: Job) -> None:
         """Take over what a round committed."""
-        arrival = flight.arrival
-        if arrival.done is not None:
-            arrival.done.synchronize()
-        out, anchors = arrival.out.numpy(), arrival.anchors.numpy()
+        out, anchors = flight.arrival.wait()
         ended = job.take(flight.took_part, flight.fresh, anchors, out)
         if ended:
             self._release(ended)
-
-    def _arrival(self) -> Arrival:
-        out, anchors = (
-            torch.empty_like(sent, device="cpu") for sent in (self.state.out, self.state.anchors)
-        )
-        if not self.state.out.is_cuda:
-            return Arrival(out, anchors, None)
-        return Arrival(out.pin_memory(), anchors.pin_memory(), torch.cuda.Event())
 
     def _admit_waiting(self, job: Job, prefill: Stopwatch) -> None:
         """Fill free slots; prompts that fit one pass are read together."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jetspec.engine.engine import PAGE_SIZE, SHORTEST_BOUND, Engine, Shared
+from jetspec.engine.engine import PAGE_SIZE, Engine, Shared
+from jetspec.engine.launches import SHORTEST_BOUND
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache

@@ -11,13 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels import reference
 from kernels.benchmarks.inputs import Paged, paged, random_bits
 from kernels.benchmarks.timing import cold_copies, relative_error, time_us
-from kernels.tree_attention import (
-    Plan,
-    Workspace,
-    splits_for,
-    splits_needed,
-    tree_attention,
-)
+from kernels.merge_splits import Workspace
+from kernels.tree_attention import Plan, splits_for, splits_needed, tree_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SHAPES = [(1, 128), (1, 1), (1, 16), (1, 64), (1, 256), (16, 1), (16, 16), (16, 33)]

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetspec.engine import engine as engine_module
 from jetspec.engine.engine import Engine
+from jetspec.engine.launches import Arrival
 from jetspec.records import environment
 from jetspec.targets.target import Target
 
@@ -87,7 +88,7 @@ def _measure(slots: int, committed: int) -> dict[str, float]:
     engine.model.logits = lambda hidden: hidden  # type: ignore
     for name, times in seconds.items():
         setattr(engine, name, _timed(getattr(engine, name), times))
-    engine._arrivals = [engine._arrival() for _ in engine._arrivals]
+    engine._arrivals = [Arrival.of(state) for _ in engine._arrivals]
     fly = engine._fly
 
     def counted(job: object) -> object:
