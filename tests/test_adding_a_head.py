@@ -74,7 +74,7 @@ class ToyEdges(EdgeProducer):
         self.scale = nn.Parameter(torch.zeros(()))
 
     @classmethod
-    def of(cls, config, hidden_size):
+    def of(cls, config, hidden_size, vocab_size):
         return cls()
 
     def reset(self):

@@ -73,10 +73,14 @@ def test_the_exact_normaliser_is_a_softmax_over_the_whole_vocabulary(target, nam
     assert (mass < 1).all() and float(mass.std()) > 0  # what a branch leaves to other tokens
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "hard_labels", "total_variation"])
-def test_the_exact_loss_and_its_gradients_are_those_of_full_logits(target, kind):
+@pytest.mark.parametrize(
+    ("kind", "edge_rows"),
+    [("forward_kl", "projected"), ("hard_labels", "projected"), ("total_variation", "projected"),
+     ("forward_kl", "learned")],
+)  # fmt: skip
+def test_the_exact_loss_and_its_gradients_are_those_of_full_logits(target, kind, edge_rows):
     torch.manual_seed(0)
-    edges = stirred(tiny_head(target, **EXACT)).edges
+    edges = stirred(tiny_head(target, edge_rows=edge_rows, **EXACT)).edges
     slots, positions = 11, 4
     shared = torch.sort(torch.randint(positions, (slots,))).values
     shared = torch.unique(shared, return_inverse=True)[1]
@@ -93,8 +97,8 @@ def test_the_exact_loss_and_its_gradients_are_those_of_full_logits(target, kind)
     found = [p.grad.clone() for p in edges.parameters()]
     edges.zero_grad()
 
-    table = edges.child_factors(target.embed(torch.arange(target.vocab_size)))
-    rows = edges.behind(target.embed(parents), hidden)
+    table = edges.child_proj.table(target.embed, target.vocab_size)
+    rows = edges.behind(parents, hidden, target.embed)
     student = target.logits(hidden) + rows @ table.T
     log_p = target.logits(teacher[0])[shared].log_softmax(-1)
     log_q = student.log_softmax(-1)

@@ -45,13 +45,15 @@ def test_edge_scores_equal_the_reference(gate, parts, width, rank, dtype) -> Non
     assert (ours.logsumexp(-1) - mass).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "selector"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "selector", "learned", "learned selector"])
 def test_tables_score_as_the_producer_does(kind) -> None:
     torch.manual_seed(1)
     edges = {
         "plain": MarkovEdges(24, 6, gate=False),
         "gated": MarkovEdges(24, 6, gate=True),
         "selector": SelectorEdges(24, 6),
+        "learned": MarkovEdges(24, 6, gate=True, vocab_size=50),
+        "learned selector": SelectorEdges(24, 6, vocab_size=50),
     }[kind]
     embedding, hidden = torch.randn(50, 24), torch.randn(2, 3, 24)
     tokens, best, lse, anchors = lattice(3, 2, 3, 4)
@@ -63,6 +65,8 @@ def test_tables_score_as_the_producer_does(kind) -> None:
         log_q = best - lse[..., None]
         theirs = edges.edge_scores(tokens, log_q, anchors, hidden, lambda t: embedding[t])
     assert (ours - theirs).abs().max() < 2e-5
+    own = tables.children.data_ptr() == edges.child_proj.weight.data_ptr()
+    assert own is kind.startswith("learned")  # learned rows are not copied
 
 
 def test_producers_whose_factors_need_more_than_a_token_have_no_tables() -> None:

@@ -7,7 +7,7 @@ from jetspec.errors import JetspecError
 from jetspec.heads.edges import MarkovEdges, Places
 from jetspec.training.blocks import plan_chunks
 from jetspec.training.config import LossConfig
-from jetspec.training.losses import distil, edge_loss, top_k
+from jetspec.training.losses import Candidates, distil, edge_loss, top_k
 
 KINDS = ("forward_kl", "reverse_kl", "total_variation", "hard_labels")
 DSPARK = {"hard_labels": 0.1, "total_variation": 0.9}
@@ -124,7 +124,7 @@ def test_batch_without_slots_gives_zero_gradients(kind):
 def test_true_token_is_always_among_the_candidates():
     p = problem(slots=40, positions=30)
     result, _ = run(p, LossConfig(edge_candidates=3, chunk_tokens=7), with_candidates=True)
-    tokens, log_q, log_p = result.candidates
+    tokens, log_q, log_p, inserted = result.candidates
     assert (tokens == p["labels"][:, None]).any(-1).all()
     z_q = p["hidden"][p["slots"]] @ p["weight"].T
     z_p = p["teacher"][p["teachers"][p["shared"]]] @ p["weight"].T
@@ -132,7 +132,7 @@ def test_true_token_is_always_among_the_candidates():
     torch.testing.assert_close(log_p, z_p.log_softmax(-1).gather(1, tokens))
     best = z_q.topk(3, dim=-1).indices
     kept = (best == p["labels"][:, None]).any(-1)
-    assert kept.any() and not kept.all()
+    assert kept.any() and not kept.all() and torch.equal(inserted, ~kept)
     assert torch.equal(tokens[kept], best[kept]) and torch.equal(tokens[:, :2], best[:, :2])
 
 
@@ -159,7 +159,8 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate, t
     gradients = [parameter.grad.clone() for parameter in edges.parameters()]
     edges.zero_grad()
 
-    tokens, log_q, log_p = result.candidates
+    tokens, log_q, log_p, inserted = result.candidates
+    assert inserted.any() and not inserted.all()
     unit = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
     factors = unit[parents] @ edges.parent_proj.weight.T
     if gate:
@@ -174,12 +175,36 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate, t
     }
     shares = kind if isinstance(kind, dict) else {kind: 1.0}
     rows = sum(share * formulas[name] for name, share in shares.items())
-    expected = (rows * p["weights"]).sum()
+    expected = (rows * p["weights"])[~inserted].sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     for gradient, parameter in zip(gradients, edges.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
     assert hidden.grad is None
+
+
+def test_a_token_that_slots_often_miss_is_scored_by_its_share_where_they_offer_it():
+    """Token 2 follows half the time, whether a slot offers it (its first two) or not."""
+    tokens = torch.tensor([[0, 2], [0, 2], [0, 1], [0, 2]])  # the last had token 1 in its place
+    labels, inserted = torch.tensor([0, 2, 0, 2]), torch.tensor([False, False, False, True])
+    log_q = torch.tensor([[0.7, 0.3], [0.7, 0.3], [0.7, 0.3], [0.9, 0.1]]).log()
+    log_p = torch.where(tokens == labels[:, None], 0.0, -20.0)
+    candidates = Candidates(tokens, log_q, log_p, inserted)
+    nothing = torch.zeros(4).long()
+    torch.manual_seed(0)
+    edges = MarkovEdges(1, 2, gate=False, vocab_size=3)
+    optimizer = torch.optim.AdamW(edges.parameters(), lr=0.05, weight_decay=0.0)
+    for _ in range(150):
+        optimizer.zero_grad()
+        edge_loss(
+            edges, candidates, torch.zeros(4, 1),
+            Places(torch.arange(4), nothing, nothing, labels), torch.ones(4),
+            lambda ids: ids[..., None].float(), 3, LossConfig(),
+        ).backward()  # fmt: skip
+        optimizer.step()
+    parent, children = edges.parent_proj.weight[0], edges.child_proj.weight[tokens[0]]
+    found = (log_q[0] + children @ parent).softmax(-1)
+    assert found[1].item() == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize("size", [5, 128, 130, 1000])

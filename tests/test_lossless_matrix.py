@@ -27,6 +27,7 @@ HEADS_OF_THE_MATRIX = {
     "jetspec": PARALLEL,
     "dflash": PARALLEL | {"mask": "bidirectional"},
     "markov": PARALLEL | {"edge_rank": 4},
+    "learned rows": PARALLEL | {"edge_rank": 4, "edge_rows": "learned"},
     "context": PARALLEL | {"edges": "context", "edge_rank": 4},
     "selector": PARALLEL | {"edges": "selector", "edge_rank": 4, "conv_rank": 2},
     "lattice": PARALLEL | {"edges": "lattice", "edge_rank": 4, "edge_width": 32, "edge_layers": 1},

@@ -31,6 +31,9 @@ PRODUCERS = {
     "selector": {"edges": "selector", "edge_rank": 4},
     "lattice": {"edges": "lattice", "edge_rank": 4, "edge_width": 32, "edge_layers": 1},
     "context": {"edges": "context", "edge_rank": 4},
+    "learned markov": {"edges": "markov", "edge_rank": 4, "edge_rows": "learned"},
+    "learned selector": {"edges": "selector", "edge_rank": 4, "edge_rows": "learned"},
+    "learned context": {"edges": "context", "edge_rank": 4, "edge_rows": "learned"},
 }
 SECOND = {
     "shared": {"rescore": "shared", "rescore_nodes": 40},
@@ -96,7 +99,8 @@ def lattice(batch=2, depth=4, width=5, size=32, seed=0):
 
 
 def producer(name):
-    edges = EDGES[name].of(HeadConfig(**PRODUCERS[name]), 32)
+    config = HeadConfig(**PRODUCERS[name])
+    edges = EDGES[config.producer].of(config, 32, 64)
     torch.manual_seed(0)
     for parameter in edges.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -454,7 +458,7 @@ def test_another_producer_begins_fresh_on_the_same_head(target, tmp_path):
 def test_settings_of_older_heads_keep_their_keys_and_their_meaning():
     plain = HeadConfig(edge_rank=128)
     assert plain.producer == "markov" and HeadConfig().producer is None
-    new = {"kind", "edges", "edge_layers", "edge_width", "conv_rank", "rescore"}
+    new = {"kind", "edges", "edge_rows", "edge_layers", "edge_width", "conv_rank", "rescore"}
     assert not new & plain.model_dump().keys()
     assert HeadConfig(edges="markov", edge_rank=128) == plain
     assert HeadConfig(edges="none") == HeadConfig()
@@ -466,7 +470,9 @@ def test_settings_of_older_heads_keep_their_keys_and_their_meaning():
     ("head", "mend"),
     [({"edges": "bigram", "edge_rank": 2}, "choose from none, markov, selector, lattice"),
      ({"edges": "selector"}, "must be 1 or more for selector"),
-     ({"edges": "none", "edge_rank": 2}, "must be 0 where edges is none")],
+     ({"edges": "none", "edge_rank": 2}, "must be 0 where edges is none"),
+     ({"edge_rows": "learned"}, "learned needs edges of tokens: markov, selector, context"),
+     ({"edges": "lattice", "edge_rank": 2, "edge_rows": "learned"}, "learned needs edges of")],
 )  # fmt: skip
 def test_edges_that_contradict_their_rank_are_refused(head, mend):
     with pytest.raises(JetspecError, match=mend):

@@ -1,12 +1,12 @@
 """Path scores in the engine: an edge producer's factors of every token, made once."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from jetspec.heads.edges import EdgeProducer, MarkovEdges, SelectorEdges
+from jetspec.heads.rows import LearnedRows, TokenRows
 from kernels.edges import Gate, edge_scores
 
 CHUNK = 8192  # tokens whose embeddings are scaled and projected at one time
@@ -17,7 +17,7 @@ class EdgeTables:
     """Factors of Markov or selector edges, by token.
 
     Attributes:
-        parents, children: [V, r]; together 4 V r bytes in bf16.
+        parents, children: [V, r]; together 4 V r bytes in bf16. Learned rows are the head's own.
         gate: how a slot's hidden state turns the parents' factors; weight [r, d] or None.
     """
 
@@ -39,8 +39,8 @@ class EdgeTables:
         weight = None if edges.gate_proj is None else edges.gate_proj.weight
         linear: Gate = "linear" if isinstance(edges, SelectorEdges) else "sigmoid"
         return cls(
-            parents=_table(edges.parent_factors, edges, embedding),
-            children=_table(edges.child_factors, edges, embedding),
+            parents=_table(edges.parent_proj, embedding),
+            children=_table(edges.child_proj, embedding),
             gate="none" if weight is None else linear,
             weight=weight,
         )
@@ -55,6 +55,8 @@ class EdgeTables:
 
 
 @torch.no_grad()
-def _table(factors: Callable[[Tensor], Tensor], edges: MarkovEdges, embedding: Tensor) -> Tensor:
-    dtype = edges.parent_proj.weight.dtype
-    return torch.cat([factors(rows.to(dtype)) for rows in embedding.split(CHUNK)]).contiguous()
+def _table(rows: TokenRows, embedding: Tensor) -> Tensor:
+    weight = rows.weight.detach()
+    if isinstance(rows, LearnedRows):
+        return weight
+    return torch.cat([rows(part.to(weight.dtype)) for part in embedding.split(CHUNK)]).contiguous()

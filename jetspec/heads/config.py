@@ -8,6 +8,7 @@ from jetspec.settings import Settings
 
 PARALLEL = "parallel"
 Normaliser = Literal["candidates", "vocabulary"]
+RowSource = Literal["projected", "learned"]
 DraftWeights = Literal["own", "fp8"]
 
 
@@ -71,6 +72,9 @@ class HeadConfig(LayerSettings):
             `markov` where `edge_rank` is above 0.
         edge_rank: rank of the path scores that see the parent token; 0 leaves slot scores alone.
         edge_gate: let the slot's hidden state scale each of the `edge_rank` factors; markov only.
+        edge_rows: where a token's factors come from: its frozen embedding, `projected`, or a
+            row of its own, `learned` (DSpark's form; edge_rank weights a token and factor); not
+            for the lattice.
         edge_normaliser: over what a corrected slot sums to one, in training and in drafting: its
             top candidates, or the whole vocabulary (not for the lattice, and at a vocabulary row
             for every parent).
@@ -85,7 +89,7 @@ class HeadConfig(LayerSettings):
 
     optional: ClassVar[frozenset[str]] = frozenset(
         {"kind", "edges", "edge_layers", "edge_width", "conv_rank"}
-        | {"edge_normaliser", "rescore", "rescore_layers", "rescore_nodes"}
+        | {"edge_rows", "edge_normaliser", "rescore", "rescore_layers", "rescore_nodes"}
     )
 
     mask: Literal["causal", "bidirectional"] = "causal"
@@ -94,6 +98,7 @@ class HeadConfig(LayerSettings):
     edge_rank: int = Field(0, ge=0)
     edge_gate: bool = True
     edges: str | None = None
+    edge_rows: RowSource = "projected"
     edge_normaliser: Normaliser = "candidates"
     edge_layers: int = Field(2, ge=1)
     edge_width: int = Field(128, ge=32, multiple_of=32)
@@ -137,4 +142,10 @@ class HeadConfig(LayerSettings):
             raise ValueError("num_key_value_heads: must divide num_attention_heads")
         if self.edge_normaliser == "vocabulary" and self.producer in (None, "lattice"):
             raise ValueError("edge_normaliser: vocabulary needs edges that score every token")
+        if self.edge_rows == "learned":
+            from jetspec.heads.producers import EDGES
+
+            able = [name for name, edges in EDGES.items() if edges.has_rows]
+            if self.producer not in able:
+                raise ValueError(f"edge_rows: learned needs edges of tokens: {', '.join(able)}")
         return self

@@ -22,6 +22,7 @@ from jetspec.heads.config import HeadConfig, LayerSettings
 from jetspec.heads.files import DType
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead, register
+from jetspec.heads.rows import LearnedRows
 from jetspec.trees.draft import Draft
 
 if TYPE_CHECKING:
@@ -79,20 +80,21 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Linear(rank, vocab_size, bias=False)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w1 = LearnedRows(vocab_size, rank)
+        self.markov_w2 = LearnedRows(vocab_size, rank)
 
     def rows(self, parents: Tensor) -> Tensor:
         """Tokens long [...] -> [..., r]."""
-        return F.embedding(parents, self.markov_w1.weight)
+        return self.markov_w1.of(parents)
 
     def bias(self, rows: Tensor) -> Tensor:
         """Rows of parents [..., r] -> what they add to the logits, fp32 [..., V]."""
-        return F.linear(rows, self.markov_w2.weight).float()
+        bias: Tensor = self.markov_w2(rows)
+        return bias.float()
 
     def pairs(self, rows: Tensor, children: Tensor) -> Tensor:
         """Rows [..., P, r] and tokens long [..., K] -> fp32 [..., P, K]."""
-        return (rows @ F.embedding(children, self.markov_w2.weight).transpose(-1, -2)).float()
+        return (rows @ self.markov_w2.of(children).transpose(-1, -2)).float()
 
 
 class ConfidenceHead(nn.Module):

@@ -10,7 +10,7 @@ heads/producers.py.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetspec.heads.config import HeadConfig, Normaliser
+from jetspec.heads.rows import Embed, LearnedRows, ProjectedRows, TokenRows
 
-Embed = Callable[[Tensor], Tensor]
 _BLOCKS = 128  # blocks whose whole lattice exists at one time in training
 _VOCABULARY_ROWS = 1024  # parents whose vocabulary row exists at one time in drafting
 
@@ -49,15 +49,15 @@ class Places(NamedTuple):
 class EdgeProducer(nn.Module):
     """What all producers share; an untrained one must score every edge 0."""
 
-    # Whether a slot whose true token was put among its candidates may teach. It must not where a
-    # producer sees all candidates at once: it would learn to spot the one that does not belong.
-    learns_from_inserted = True
+    # Whether `head.edge_rows` says where its factors come from.
+    has_rows: ClassVar[bool] = False
     # `head.edge_normaliser`: over what an edge's probability is made to sum to one.
     normaliser: Normaliser = "candidates"
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
-        """The producer that `config` describes; hidden_size: d of the embedding and of slots."""
+    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+        """The producer that `config` describes; hidden_size: d of the embedding and of slots;
+        vocab_size: V."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -188,42 +188,47 @@ class EdgeProducer(nn.Module):
 
 
 class MarkovEdges(EdgeProducer):
-    """S_t(a, b) = <(P_a E[a]) * g(h_t), P_b E[b]>, a low-rank bias from the parent's identity.
+    """S_t(a, b) = <A[a] * g(h_t), B[b]>, a low-rank bias from the parent's identity.
 
-    DSpark's Markov head (arXiv 2607.05147). E is the target's frozen embedding, each row scaled to
-    unit root-mean-square so that targets with small and with large embeddings train alike; h_t is
-    the slot's hidden state. The gate g = 2·sigmoid(W h) starts at one, P_b at zero.
+    DSpark's Markov head (arXiv 2607.05147). A token's rows A and B are projections of its frozen
+    embedding, or learned (`head.edge_rows`); h_t is the slot's hidden state. The gate
+    g = 2·sigmoid(W h) starts at one, B at zero.
 
     Args:
         hidden_size: d of the embedding and of the slots.
         rank: r.
         gate: whether g exists; without it S depends on the two tokens alone (DSpark's form).
+        vocab_size: V of learned rows; None projects the embedding.
     """
 
-    def __init__(self, hidden_size: int, rank: int, *, gate: bool) -> None:
+    has_rows = True
+    sees_parents: ClassVar[bool] = True
+
+    def __init__(
+        self, hidden_size: int, rank: int, *, gate: bool, vocab_size: int | None = None
+    ) -> None:
         super().__init__()
         self.rank = rank
-        self.parent_proj = nn.Linear(hidden_size, rank, bias=False)
-        self.child_proj = nn.Linear(hidden_size, rank, bias=False)
+        self.parent_proj = _rows(hidden_size, rank, vocab_size if self.sees_parents else None)
+        self.child_proj = _rows(hidden_size, rank, vocab_size)
         self.gate_proj = nn.Linear(hidden_size, rank, bias=False) if gate else None
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
-        return cls(hidden_size, config.edge_rank, gate=config.edge_gate)
+    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+        return cls(
+            hidden_size, config.edge_rank, gate=config.edge_gate, **_learned(config, vocab_size)
+        )
 
     @torch.no_grad()
     def reset(self) -> None:
-        self.child_proj.weight.zero_()
+        self._reset_rows()
         if self.gate_proj is not None:
             self.gate_proj.weight.zero_()
 
-    def parent_factors(self, embeddings: Tensor) -> Tensor:
-        """Embedding rows [..., d] -> parent factors [..., r]."""
-        return self.parent_proj(unit_rows(embeddings))
-
-    def child_factors(self, embeddings: Tensor) -> Tensor:
-        """Embedding rows [..., d] -> child factors [..., r]."""
-        return self.child_proj(unit_rows(embeddings))
+    def _reset_rows(self) -> None:
+        self.child_proj.weight.zero_()
+        if isinstance(self.parent_proj, LearnedRows):
+            self.parent_proj.spread()
 
     def gate(self, hidden: Tensor) -> Tensor | None:
         """Slot hidden states [..., d] -> gates [..., r], or None."""
@@ -234,30 +239,22 @@ class MarkovEdges(EdgeProducer):
     def factors(
         self, tokens: Tensor, log_q: Tensor, anchors: Tensor, hidden: Tensor, embed: Embed
     ) -> Factors:
-        dtype = self.parent_proj.weight.dtype
-        embeddings = embed(tokens).to(dtype)
-        width = tokens.shape[2]
-        root = embed(anchors).to(dtype)[:, None, None].expand(-1, 1, width, -1)
-        seen = torch.cat([root, embeddings[:, :-1]], dim=1)  # [B, D, K, d]
-        parents = self.behind(seen, hidden.to(dtype)[:, :, None])
-        return Factors(parents, self.child_factors(embeddings))
+        root = anchors[:, None, None].expand(-1, 1, tokens.shape[2])
+        seen = torch.cat([root, tokens[:, :-1]], dim=1)  # [B, D, K]
+        states = hidden.to(self.child_proj.weight.dtype)[:, :, None]
+        return Factors(self.behind(seen, states, embed), self.child_proj.of(tokens, embed))
 
-    def behind(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Gated parent factors [..., r] of parents' embeddings and slots' states, both [..., d]."""
-        parents, gate = self.parent_factors(embeddings), self.gate(hidden)
-        return parents if gate is None else parents * gate
+    def behind(self, parents: Tensor, hidden: Tensor, embed: Embed) -> Tensor:
+        """Gated factors [..., r] of parents, tokens long [...], under slots' states [..., d]."""
+        rows, gate = self.parent_proj.of(parents, embed), self.gate(hidden)
+        return rows if gate is None else rows * gate
 
     def true_parents(self, hidden: Tensor, places: Places, embed: Embed) -> Tensor:
         """Gated factors [M, r] of training slots' true parents."""
-        return self.behind(embed(places.parents), hidden)
-
-    def table(self, embed: Embed, vocab_size: int, like: Tensor) -> Tensor:
-        """Child factors [V, r] of every token; like: a tensor on the device."""
-        every = torch.arange(vocab_size, device=like.device)
-        return self.child_factors(embed(every).to(self.child_proj.weight.dtype))
+        return self.behind(places.parents, hidden, embed)
 
     def log_mass(self, parents: Tensor, slot_logits: Tensor, embed: Embed) -> Tensor:
-        table = self.table(embed, slot_logits.shape[-1], slot_logits)
+        table = self.child_proj.table(embed, slot_logits.shape[-1])
         rows, width = parents.flatten(0, 1), parents.shape[2]  # [B D, K, r]
         slots = slot_logits.flatten(0, 1).float()
         step = max(1, _VOCABULARY_ROWS // width)
@@ -279,13 +276,8 @@ class MarkovEdges(EdgeProducer):
         embed: Embed,
         vocab_size: int,
     ) -> Callable[[slice], Tensor]:
-        if tokens.numel() < vocab_size:
-            distinct, place = torch.unique(tokens, return_inverse=True)
-            children = self.child_factors(embed(distinct))  # a token's row is projected once
-        else:
-            # The whole table costs less than finding out which rows of it are needed.
-            place, children = tokens, self.table(embed, vocab_size, hidden)
-        parents = self.true_parents(hidden, places, embed)
+        children, place = self.child_proj.holding(tokens, embed, vocab_size)
+        parents = self.true_parents(hidden, places, embed).to(children.dtype)
 
         def scores(here: slice) -> Tensor:
             if parents.is_cuda:
@@ -298,23 +290,23 @@ class MarkovEdges(EdgeProducer):
 
 
 class SelectorEdges(MarkovEdges):
-    """S_t(a, b) = <A(a) * H(h_t), B(b)>: DFlash2's context-gated selector.
+    """S_t(a, b) = <A[a] * H(h_t), B[b]>: DFlash2's context-gated selector.
 
-    A and B are projections of the target's embedding, H is linear in the slot's hidden state: the
-    context can turn a factor's sign, which a Markov gate cannot. The selector's own unary term
-    U_t(b) is the slot's log-probability. B starts at zero.
+    A and B are rows as of Markov edges, H is linear in the slot's hidden state: the context can
+    turn a factor's sign, which a Markov gate cannot. The selector's own unary term U_t(b) is the
+    slot's log-probability. B starts at zero.
     """
 
-    def __init__(self, hidden_size: int, rank: int) -> None:
-        super().__init__(hidden_size, rank, gate=True)
+    def __init__(self, hidden_size: int, rank: int, *, vocab_size: int | None = None) -> None:
+        super().__init__(hidden_size, rank, gate=True, vocab_size=vocab_size)
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
-        return cls(hidden_size, config.edge_rank)
+    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+        return cls(hidden_size, config.edge_rank, **_learned(config, vocab_size))
 
     @torch.no_grad()
     def reset(self) -> None:
-        self.child_proj.weight.zero_()
+        self._reset_rows()
 
     def gate(self, hidden: Tensor) -> Tensor:
         assert self.gate_proj is not None
@@ -322,27 +314,35 @@ class SelectorEdges(MarkovEdges):
 
 
 class ContextEdges(MarkovEdges):
-    """S_t(b) = <(P h_t) * g(h_t), C E[b]>: Markov edges that cannot see the parent.
+    """S_t(b) = <(P h_t) * g(h_t), B[b]>: Markov edges that cannot see the parent.
 
     The control of every comparison between path and slot scores: as many weights as gated Markov
     edges of the same rank, in the same place and under the same loss, but equal rows, so that what
-    it adds to a tree comes from the weights and not from the branch.
+    it adds to a tree comes from the weights and not from the branch. Of learned rows it has the
+    children's only: it can know as much of a token as Markov edges do, and P stays r x d.
     """
 
-    @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
-        return cls(hidden_size, config.edge_rank, gate=True)
+    sees_parents = False
 
-    def behind(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    @classmethod
+    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+        return cls(hidden_size, config.edge_rank, gate=True, **_learned(config, vocab_size))
+
+    def behind(self, parents: Tensor, hidden: Tensor, embed: Embed) -> Tensor:
         gate = self.gate(hidden)
         assert gate is not None
-        parents = self.parent_factors(hidden) * gate
-        return parents.expand(*embeddings.shape[:-1], -1)
+        return (self.parent_proj(hidden) * gate).expand(*parents.shape, -1)
 
 
-def unit_rows(embeddings: Tensor) -> Tensor:
-    """Rows scaled to unit root-mean-square."""
-    return F.rms_norm(embeddings, embeddings.shape[-1:])
+def _learned(config: HeadConfig, vocab_size: int) -> dict[str, int]:
+    """The argument that asks for learned rows, where `config` does."""
+    return {"vocab_size": vocab_size} if config.edge_rows == "learned" else {}
+
+
+def _rows(hidden_size: int, rank: int, vocab_size: int | None) -> TokenRows:
+    if vocab_size is None:
+        return ProjectedRows(hidden_size, rank)
+    return LearnedRows(vocab_size, rank)
 
 
 def renormalise(log_q: Tensor, bias: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from jetspec.errors import JetspecError
 from jetspec.heads.edges import MarkovEdges
 from jetspec.heads.files import CONFIG, DType
 from jetspec.heads.formats import (
+    TABLES,
     HeadShape,
     dspark_shape,
     layer_config,
@@ -133,11 +134,13 @@ def _markov_tables(head: ParallelHead, target: Target) -> dict[str, Tensor]:
     if edges is None:
         return {}
     device = head.fc.weight.device
-    rows = target.embed(torch.arange(head.vocab_size, device=target.device)).to(device, head.dtype)
-    return {
-        "markov_head.markov_w1.weight": edges.parent_factors(rows),
-        "markov_head.markov_w2.weight": edges.child_factors(rows),
-    }
+
+    def embed(tokens: Tensor) -> Tensor:
+        return target.embed(tokens.to(target.device)).to(device)
+
+    sides = {"w1": edges.parent_proj, "w2": edges.child_proj}
+    tables = {name: side.table(embed, head.vocab_size) for name, side in sides.items()}
+    return {f"{TABLES}markov_{name}.weight": table for name, table in tables.items()}
 
 
 def format_of(raw: dict[str, Any], directory: str) -> Format:

@@ -30,7 +30,7 @@ from jetspec.storage import join, write_json
 
 # Weights of the target that some trainers save along; ours come from the target itself.
 FOREIGN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "t2d", "d2t")
-_TABLES = "markov_head."  # format C's spelling of path scores, made from `edges.safetensors`
+TABLES = "markov_head."  # format C's spelling of path scores, made from `edges.safetensors`
 _Parallel = TypeVar("_Parallel", bound=ParallelHead)
 
 
@@ -75,6 +75,8 @@ def own_config(head: ParallelHead) -> dict[str, Any]:
         edges = {"type": config.producer, "rank": config.edge_rank, "gate": config.edge_gate}
         if config.producer != "markov":
             edges |= {"layers": config.edge_layers, "width": config.edge_width}
+        if config.edge_rows != "projected":
+            edges["rows"] = config.edge_rows
         if config.edge_normaliser != "candidates":
             edges["normaliser"] = config.edge_normaliser
         own["jetspec_edges"] = edges
@@ -98,8 +100,8 @@ def own_fields(raw: dict[str, Any]) -> dict[str, Any]:
         if (kind := edges.get("type", "markov")) != "markov":
             fields |= {"edges": kind, "edge_layers": edges.get("layers")}
             fields |= {"edge_width": edges.get("width")}
-        if "normaliser" in edges:
-            fields["edge_normaliser"] = edges["normaliser"]
+        for key in edges.keys() & {"rows", "normaliser"}:
+            fields[f"edge_{key}"] = edges[key]
     if rescore is not None:
         fields |= {f"rescore_{key}": rescore.get(key) for key in ("layers", "nodes")}
         fields["rescore"] = rescore.get("type")
@@ -271,7 +273,7 @@ def build_head(cls: type[_Parallel], shape: HeadShape, directory: str) -> _Paral
     trunk = {
         name: tensor
         for name, tensor in read_weights(directory).items()
-        if not name.startswith((*FOREIGN, _TABLES))
+        if not name.startswith((*FOREIGN, TABLES))
     }
     load_state(head, trunk, set(trunk_state(head)), directory)
     for name, part in parts_beside(head):

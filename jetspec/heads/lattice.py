@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.edges import EdgeProducer, Embed, Factors, unit_rows
+from jetspec.heads.edges import EdgeProducer, Factors
 from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
+from jetspec.heads.rows import Embed, unit_rows
 
 _HEAD_DIM = 32
 _EPS = 1e-6
@@ -26,8 +27,6 @@ class LatticeEdges(EdgeProducer):
         rank: r of the two factors.
         layers, width: of the transformer; the width is a multiple of 32.
     """
-
-    learns_from_inserted = False
 
     def __init__(self, hidden_size: int, rank: int, *, layers: int, width: int) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class LatticeEdges(EdgeProducer):
         self.rotary = RotaryEmbedding(shape)
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int) -> Self:
+    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
         return cls(
             hidden_size, config.edge_rank, layers=config.edge_layers, width=config.edge_width
         )

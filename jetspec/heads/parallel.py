@@ -71,7 +71,7 @@ class ParallelHead(DraftHead):
             HeadLayer(config, hidden_size) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.edges = make_edges(config, hidden_size)
+        self.edges = make_edges(config, hidden_size, vocab_size)
         self.rescorer = Rescorer(config, hidden_size) if config.rescore == "own" else None
         self.rotary = RotaryEmbedding(config)
 
@@ -108,7 +108,7 @@ class ParallelHead(DraftHead):
         added = {"rescore_nodes"}
         if start.edges is None or self._produces_otherwise(start):
             added |= {"edges", "edge_rank", "edge_gate", "edge_layers", "edge_width"}
-            added |= {"edge_normaliser"}
+            added |= {"edge_normaliser", "edge_rows"}
         if start.rescorer is None:
             added |= {"rescore", "rescore_layers"}
         if not start.config.conv_rank:
@@ -122,10 +122,18 @@ class ParallelHead(DraftHead):
             state = {name: w for name, w in state.items() if not name.startswith("edges.")}
         return state
 
+    def left_behind(self, start: Self) -> str | None:
+        if not self._produces_otherwise(start):
+            return None
+        ours, theirs = (f"{c.producer}, {c.edge_rows} rows" for c in (self.config, start.config))
+        return f"its path scores ({theirs}) are left behind, the run's ({ours}) start fresh"
+
     def _produces_otherwise(self, start: Self) -> bool:
-        """Whether both have edges, of different producers."""
-        ours, theirs = self.config.producer, start.config.producer
-        return ours is not None and theirs is not None and ours != theirs
+        """Whether both have edges, of different producers or from different rows."""
+        if self.edges is None or start.edges is None:
+            return False
+        ours, theirs = ((c.producer, c.edge_rows) for c in (self.config, start.config))
+        return ours != theirs
 
     def path_parameters(self) -> Iterable[nn.Parameter]:
         for part in (self.edges, self.rescorer):

@@ -12,11 +12,11 @@ EDGES: dict[str, type[EdgeProducer]] = {
 }
 
 
-def make_edges(config: HeadConfig, hidden_size: int) -> EdgeProducer | None:
+def make_edges(config: HeadConfig, hidden_size: int, vocab_size: int) -> EdgeProducer | None:
     """The producer of `config`, or None where slot scores stand alone."""
     name = config.producer
     if name is None:
         return None
-    edges = EDGES[name].of(config, hidden_size)
+    edges = EDGES[name].of(config, hidden_size, vocab_size)
     edges.normaliser = config.edge_normaliser
     return edges

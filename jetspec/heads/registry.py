@@ -143,6 +143,10 @@ class DraftHead(nn.Module):
         """Weights of `start` that this head begins with; the others stay fresh."""
         return start.state_dict()
 
+    def left_behind(self, start: Self) -> str | None:
+        """What a warm start from `start` does not take though `start` has it: one line, or None."""
+        return None
+
     def path_parameters(self) -> Iterable[nn.Parameter]:
         """What `training.freeze_backbone` leaves to be trained."""
         return ()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.edges import unit_rows
 from jetspec.heads.layers import HeadLayer, RMSNorm
+from jetspec.heads.rows import unit_rows
 from jetspec.trees.tree import Tree
 
 _ROWS = 512  # nodes whose vocabulary row exists at one time

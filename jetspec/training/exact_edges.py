@@ -33,8 +33,10 @@ def exact_edge_loss(
         places: where the M slots lie; weights: fp32 [M].
     """
     assert isinstance(edges, MarkovEdges)
-    table = edges.table(target.embed, target.vocab_size, hidden)  # [V, r]
+    table = edges.child_proj.table(target.embed, target.vocab_size)  # [V, r]
     parents = edges.true_parents(hidden, places, target.embed)  # [M, r]
+    # Products over the vocabulary run in the target's type, sums of gradients in fp32.
+    children, rows = table.detach().to(target.dtype), parents.detach().to(target.dtype)
     measure = slot_losses_on(hidden.device)
     teacher = teacher_hidden.flatten(0, 1)
     loss = hidden.new_zeros((), dtype=torch.float32)
@@ -43,16 +45,16 @@ def exact_edge_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for begin, end, first, last in batch.chunks:
             here = slice(begin, end)
-            logits = target.project(hidden[here]) + (parents[here] @ table.T).float()
+            logits = target.project(hidden[here]) + (rows[here] @ children.T).float()
             taught = target.project(teacher[batch.teachers[first:last]])
             found = measure(
                 logits, taught, batch.shared[here] - first, places.labels[here], weights[here],
                 config.terms, config.temperature,
             )  # fmt: skip
             loss += found.loss
-            gradient = found.gradient.to(table.dtype)
-            d_parents[here] = (gradient @ table).float()
-            d_table += (gradient.T @ parents[here]).float()
+            gradient = found.gradient.to(children.dtype)
+            d_parents[here] = (gradient @ children).float()
+            d_table += (gradient.T @ rows[here]).float()
     # The gradient of `carrier` is the loss's; its value is not.
     carrier = (parents.float() * d_parents).sum() + (table.float() * d_table).sum()
     return loss + carrier - carrier.detach()

@@ -29,11 +29,13 @@ class Candidates(NamedTuple):
         tokens: long [M, K].
         log_q: fp32 [M, K], under the slot (T = 1), without gradient.
         log_p: fp32 [M, K], under the teacher (T = 1).
+        inserted: bool [M], whether the true token was put in the last one's place.
     """
 
     tokens: Tensor
     log_q: Tensor
     log_p: Tensor
+    inserted: Tensor
 
 
 class Distillation(NamedTuple):
@@ -261,7 +263,7 @@ def _candidates(
     tokens[:, -1] = torch.where(missing, labels, tokens[:, -1])
     best[:, -1] = torch.where(missing, student.gather(1, labels[:, None])[:, 0], best[:, -1])
     log_p = taught[shared[:, None], tokens].float() - measured.teacher_lse[shared, None]
-    return Candidates(tokens, best.float() - measured.student_lse[:, None], log_p)
+    return Candidates(tokens, best.float() - measured.student_lse[:, None], log_p, missing)
 
 
 def top_k(
@@ -294,12 +296,8 @@ def top_k(
 def _concatenate(found: list[Candidates], count: int, device: torch.device) -> list[Tensor]:
     if found:
         return [torch.cat(field) for field in zip(*found, strict=True)]
-    shape, float32 = (0, count), torch.float32
-    return [
-        torch.zeros(shape, dtype=torch.long, device=device),
-        torch.zeros(shape, dtype=float32, device=device),
-        torch.zeros(shape, dtype=float32, device=device),
-    ]
+    none = torch.zeros(0, count, device=device)
+    return [none.long(), none, none.clone(), none[:, 0].bool()]
 
 
 def edge_loss(
@@ -318,15 +316,18 @@ def edge_loss(
     + S, both renormalised there; reverse KL is taken forward. Slot scores and hidden states are
     constants here: path scores never bend the head they correct.
 
+    A slot whose true token had to be inserted does not teach. No draft reaches that token, and
+    among the candidates it only ever stood where it was right: never as a token to be turned down,
+    so that its scores would grow far beyond its share.
+
     Args:
         hidden: [M, d], detached slot hidden states.
         places: where the M slots lie, their true tokens and those before them.
         weights: fp32 [M].
         embed: the target's embedding, of `vocab_size` tokens.
     """
-    tokens, log_q, log_p = candidates
-    if not edges.learns_from_inserted:
-        weights = weights.masked_fill(tokens[:, -1] == places.labels, 0.0)
+    tokens, log_q, log_p, inserted = candidates
+    weights = weights.masked_fill(inserted, 0.0)
     # Every parameter has a gradient, even at M = 0.
     total = hidden.new_zeros((), dtype=torch.float32)
     total = total + sum(0 * parameter.float().sum() for parameter in edges.parameters())

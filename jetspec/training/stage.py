@@ -4,6 +4,8 @@ One process a worker calls `distil_head`: alone (`python -m jetspec train`), und
 Ray Train worker.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,7 +100,10 @@ def distil_head(
         return stage
     target = load_target(config.target)
     align_weights(target)
-    head = starting_head(config.head, target, warm_start, config.training.seed)
+    head = starting_head(
+        config.head, target, warm_start, config.training.seed,
+        tell=_say if world.rank == 0 else lambda line: None,
+    )  # fmt: skip
     checkpoints = stage_uri(config.storage, "checkpoints", stage.key)
     result = train(
         config.training,
@@ -130,13 +135,25 @@ def align_weights(target: Target) -> None:
                 parameter.data = parameter.data.clone()
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def starting_head(
-    config: HeadSettings, target: Target, warm_start: str | None, seed: int
+    config: HeadSettings,
+    target: Target,
+    warm_start: str | None,
+    seed: int,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> DraftHead:
     """Fresh weights, or those of `warm_start`.
 
-    Path scores may be fresh where the warm start has none or of another producer; in everything
-    else its shape must be the run's.
+    Path scores are fresh where the warm start has none, or of another producer or from other rows;
+    in everything else its shape must be the run's.
+
+    Args:
+        tell: called with one line where the warm start has path scores that are not taken.
 
     Raises:
         JetspecError: the first setting in which they differ.
@@ -158,6 +175,8 @@ def starting_head(
                 f"head.{name}", value, f"the warm start {warm_start} has {theirs}; set that"
             )
     head.load_state_dict(head.inherited(start), strict=False)
+    if (left := head.left_behind(start)) is not None:
+        tell(f"warm start {warm_start}: {left}")
     return head
 
 
