@@ -84,7 +84,7 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
         peak=benchmarks.PEAK,
     )  # fmt: skip
     counts = []
-    step = benchmarks.train.__globals__["_Run"]._step
+    step = benchmarks.train.__globals__["Run"]._step
 
     def counted(self, number):
         with Products() as products:
@@ -92,7 +92,7 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
         counts.append(products.flops)
         return health
 
-    monkeypatch.setattr(benchmarks.train.__globals__["_Run"], "_step", counted)
+    monkeypatch.setattr(benchmarks.train.__globals__["Run"], "_step", counted)
     shape = benchmarks.shapes()["tiny"]
     run = benchmarks.timed(shape, args, "ddp", World())
     target, head = benchmarks.random_models(shape)

@@ -14,6 +14,7 @@ from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
 from jetspec.ablation.making import failed, make_member, make_samples
 from jetspec.ablation.report import findings, markdown
+from jetspec.ablation.together import Group, groups, train_together
 from jetspec.ablation.workers import make_side_by_side
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
@@ -82,6 +83,8 @@ def _one_by_one(
     say: Callable[[str], None],
 ) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
+    together = groups(plan, runs) if make is None else {}
+    lost: dict[str, JetspecError] = {}
     for number, (name, run) in enumerate(runs.items(), 1):
         say(f"variant {number} of {len(runs)}: {name}")
         try:
@@ -90,11 +93,33 @@ def _one_by_one(
                 outcomes[name] = make(name, run, start)
             else:
                 samples = make_samples(plan, name, run)
+                if (group := together.get(name)) is not None:
+                    for member in group.names:
+                        del together[member]
+                    lost |= _together({n: runs[n] for n in group.names}, group, start, samples, say)
+                if name in lost:
+                    raise lost[name]
                 outcomes[name] = make_member(plan, name, run, start, samples)
         except Exception as error:  # whatever one variant dies of must not end the others
             outcomes[name] = failed(error)
             say(f"variant {name} failed: {outcomes[name].failure}")
     return outcomes
+
+
+def _together(
+    members: Mapping[str, RunConfig],
+    group: Group,
+    start: str | None,
+    samples: StageResult,
+    say: Callable[[str], None],
+) -> dict[str, JetspecError]:
+    """Train a group's heads; what its members' training died of, by name."""
+    say(group.title)
+    try:
+        return train_together(members, start, samples)
+    except Exception as error:  # what ends them together may spare each of them alone
+        say(f"{group.title}, failed: {failed(error).failure}; each is trained alone")
+        return {}
 
 
 def _chosen(plan: AblationConfig, only: Collection[str]) -> set[str]:

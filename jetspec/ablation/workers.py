@@ -15,6 +15,7 @@ from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
 from jetspec.ablation.making import failed, make_member, make_samples, samples_identity
 from jetspec.ablation.pool import Pool, visible_gpus
+from jetspec.ablation.together import Group, groups, train_together
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
 from jetspec.stages import StageResult
@@ -46,6 +47,26 @@ def make_side_by_side(
 
     samples = _shared_samples(plan, runs, stop_at, outcomes, tell)
     waiting = [name for name in runs if name not in outcomes]
+    # Members of a group wait until their heads are trained.
+    together = groups(plan, {name: runs[name] for name in waiting})
+    titles = {group.title: group for group in together.values()}
+
+    def settle(name: str, made: Any) -> None:
+        outcomes[name] = made if isinstance(made, Outcome) else failed(made)
+        told = f"failed: {outcomes[name].failure}" if outcomes[name].failure else "done"
+        tell(f"{name} {told} ({len(outcomes)} of {len(runs)})")
+
+    def settle_group(group: Group, made: Any) -> None:
+        for name in group.names:
+            del together[name]
+        if not isinstance(made, dict):
+            tell(f"{group.title}, failed: {failed(made).failure}; each is trained alone")
+            return
+        tell(f"{group.title}, done")
+        for name, error in made.items():
+            waiting.remove(name)
+            settle(name, error)
+
     pool = _pool(min(jobs, len(waiting)))
     try:
         while waiting or pool.running:
@@ -54,20 +75,27 @@ def make_side_by_side(
                     break
                 if _must_wait(plan, name, runs, waiting, pool.running):
                     continue
-                waiting.remove(name)
                 try:
                     start = start_of(name, outcomes)
                 except JetspecError as error:
-                    outcomes[name] = failed(error)
-                    tell(f"{name} failed: {outcomes[name].failure}")
+                    waiting.remove(name)
+                    settle(name, error)
                     continue
-                tell(f"{name} begins")
                 given = samples[samples_identity(plan, name, runs[name])]
+                if (group := together.get(name)) is not None:
+                    if group.title not in pool.running:
+                        members = {member: runs[member] for member in group.names}
+                        tell(f"{group.title}, begin")
+                        pool.ask(group.title, train_together, members, start, given)
+                    continue
+                waiting.remove(name)
+                tell(f"{name} begins")
                 pool.ask(name, make_member, plan, name, runs[name], start, given)
             for name, made in pool.answers(stop_at):
-                outcomes[name] = made if isinstance(made, Outcome) else failed(made)
-                told = f"failed: {outcomes[name].failure}" if outcomes[name].failure else "done"
-                tell(f"{name} {told} ({len(outcomes)} of {len(runs)})")
+                if name in titles:
+                    settle_group(titles[name], made)
+                else:
+                    settle(name, made)
             if stop_at is not None and time.monotonic() >= stop_at:
                 break
     finally:
@@ -119,7 +147,8 @@ def _must_wait(
     if start is not None and (start in waiting or start in running):
         return True
     own = _head_identity(plan, name, runs[name])
-    return any(_head_identity(plan, other, runs[other]) == own for other in running)
+    writing = (other for other in running if other in runs)  # and no group
+    return any(_head_identity(plan, other, runs[other]) == own for other in writing)
 
 
 def _head_identity(plan: AblationConfig, name: str, run: RunConfig) -> tuple[Any, ...]:

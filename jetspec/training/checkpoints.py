@@ -77,13 +77,23 @@ def save_checkpoint(
     moments = get_optimizer_state_dict(module, list(optimizers), options=_FULL)
     whole = full_head(module, head)
     if world.rank == 0:
-        uri = join(directory, f"step-{step:06d}")
+        uri = step_directory(directory, step)
         save_head(whole, uri, target_fingerprint=target_fingerprint)
         with atomic_write(join(uri, "optimizer.pt")) as file:
             torch.save(moments, file)
-        write_json(join(uri, "state.json"), state)
-        write_manifest(uri, kind="checkpoint", config_hash=config_hash, step=step)
-        prune(directory)
+        close_checkpoint(directory, step, state, config_hash)
+
+
+def close_checkpoint(directory: str, step: int, state: dict[str, Any], config_hash: str) -> None:
+    """Make a checkpoint whole whose other files are written, and prune older ones."""
+    uri = step_directory(directory, step)
+    write_json(join(uri, "state.json"), state)
+    write_manifest(uri, kind="checkpoint", config_hash=config_hash, step=step)
+    prune(directory)
+
+
+def step_directory(directory: str, step: int) -> str:
+    return join(directory, f"step-{step:06d}")
 
 
 def latest_checkpoint(directory: str, config_hash: str) -> Checkpoint | None:
@@ -93,7 +103,7 @@ def latest_checkpoint(directory: str, config_hash: str) -> Checkpoint | None:
         JetspecError: the directory belongs to a run with other settings.
     """
     for step in sorted(_steps(directory), reverse=True):
-        uri = join(directory, f"step-{step:06d}")
+        uri = step_directory(directory, step)
         try:
             manifest = read_manifest(uri, kind="checkpoint")
             state = read_json(join(uri, "state.json"))
@@ -112,17 +122,22 @@ def load_checkpoint(
     options = StateDictOptions(full_state_dict=True)
     state = {f"head.{k}": v for k, v in load_head(checkpoint.uri).state_dict().items()}
     set_model_state_dict(module, state, options=options)
-    fs, path = filesystem(join(checkpoint.uri, "optimizer.pt"))
-    with fs.open(path, "rb") as file:
-        moments = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+    moments = read_tensors(join(checkpoint.uri, "optimizer.pt"))
     set_optimizer_state_dict(module, list(optimizers), moments, options=options)
+
+
+def read_tensors(uri: str) -> Any:
+    """What `torch.save` wrote, on the CPU."""
+    fs, path = filesystem(uri)
+    with fs.open(path, "rb") as file:
+        return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
 
 
 def prune(directory: str, keep: int = KEPT) -> None:
     """Delete all but the newest `keep` whole checkpoints, and broken ones older than those."""
     fs, path = filesystem(directory)
     steps = sorted(_steps(directory), reverse=True)
-    whole = [s for s in steps if is_complete(join(directory, f"step-{s:06d}"))]
+    whole = [s for s in steps if is_complete(step_directory(directory, s))]
     if not whole:
         return
     kept = set(whole[:keep]) | {s for s in steps if s > whole[0]}

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from jetspec.training.optimizers import (
     make_optimizers,
     set_learning_rate,
 )
-from jetspec.training.step import Distiller, Statistics
+from jetspec.training.step import Distiller, Statistics, Window
 from jetspec.training.world import World
 
 _COMPILED_STEPS = 500
@@ -65,40 +65,6 @@ class TrainResult:
     tau_estimate: float
     counts: dict[str, int]
     seconds: float
-
-
-@dataclass
-class Window:
-    """What has added up since the last report; kept in checkpoints so that curves are exact."""
-
-    sums: Tensor
-    weight: float = 0.0
-    tokens: int = 0
-    slots: int = 0
-    # Wall time is this process's own and is not kept.
-    started: float = field(default_factory=time.perf_counter)
-    timed_tokens: int = 0
-    timed_slots: int = 0
-
-    def add(self, sums: Tensor, weight: float, tokens: int, slots: int) -> None:
-        self.sums = self.sums + sums
-        self.weight += weight
-        self.tokens += tokens
-        self.slots += slots
-        self.timed_tokens += tokens
-        self.timed_slots += slots
-
-    def metrics(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self.started
-        return {
-            **Statistics(self.sums).metrics(self.weight),
-            "tokens_per_second": self.timed_tokens / seconds,
-            "slots_per_second": self.timed_slots / seconds,
-        }
-
-    def state(self) -> dict[str, Any]:
-        kept = {"weight": self.weight, "tokens": self.tokens, "slots": self.slots}
-        return {"sums": self.sums.tolist(), **kept}
 
 
 def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
@@ -135,7 +101,7 @@ def train(
         JetspecError: no usable samples, a cache beyond its limit, checkpoints of another run, or
             a loss that is not finite.
     """
-    return _Run(config, head, target, samples, directory, world, report).run(resume)
+    return Run(config, head, target, samples, directory, world, report).run(resume)
 
 
 def freeze_backbone(head: DraftHead) -> None:
@@ -153,7 +119,37 @@ def freeze_backbone(head: DraftHead) -> None:
         parameter.requires_grad_(id(parameter) in kept)
 
 
-class _Run:
+def not_finite(step: int, loss: float, norm: float) -> JetspecError:
+    """What ends a run whose loss or gradient is no number."""
+    return JetspecError(
+        "training.loss",
+        f"{loss} (gradient norm {norm}) at step {step}",
+        "not finite; lower training.learning_rate, then run again from the last checkpoint",
+    )
+
+
+class Health:
+    """[loss sum, gradient norm] of step `step`, on the way to the host as soon as they are known.
+
+    Asked for after the next step is enqueued, they would be copied behind it.
+    """
+
+    def __init__(self, step: int, values: Tensor) -> None:
+        self.step = step
+        self._values = values.to("cpu", non_blocking=True)
+        stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
+        self._copied = stream.record_event() if stream is not None else None
+
+    def values(self) -> Tensor:
+        """On the CPU; waits for the step, and for none behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
+class Run:
+    """One training run: its parts, and the loop over its steps."""
+
     def __init__(
         self,
         config: TrainingConfig,
@@ -197,30 +193,40 @@ class _Run:
             for part in head.shards():
                 part.compile()
         self.model = self._wrapped()
-        self.optimizers = make_optimizers(
-            config,
-            head,
-            self.distiller,
-            sharded=isinstance(self.model, FSDPModule),
-            fused=cuda,
-        )
+        self.optimizers = self._make_optimizers()
         self.curve: list[dict[str, float]] = []
         self.window = self._new_window()
         self.began = time.perf_counter()
 
     def run(self, resume: bool) -> TrainResult:
+        done = self.take_steps(resume)
+        head = full_head(self.distiller, self.head).to(self.device)
+        return self.result(head, done, self.curve, self._seconds())
+
+    def result(
+        self, head: DraftHead, done: int, curve: list[dict[str, float]], seconds: float
+    ) -> TrainResult:
+        """Of a head that has all its steps; it is finished and put on the CPU."""
+        taus = [entry["tau_estimate"] for entry in curve if "tau_estimate" in entry]
+        chosen = self.heldout[: self.config.estimate_samples]
+        head.eval().finish(self.target, self.corpus, chosen, self.states)
+        tau = taus[-1] if taus else math.nan
+        return TrainResult(head.cpu(), done, curve, tau, self.counts, seconds)
+
+    def take_steps(self, resume: bool) -> int:
+        """Take the steps that are left; returns how many there are in all."""
         total = self.schedule.total_steps
         done = self._resume() if resume else 0
-        unchecked: tuple[int, Tensor] | None = None
+        unchecked: Health | None = None
         while done < total:
-            health = self._step(done)
+            health = Health(done + 1, self._step(done))
             done += 1
             if self.device.type == "cuda":
                 # A GPU's result is read one step late, so that it never waits for the host.
                 self._check(unchecked)
-                unchecked = (done, health)
+                unchecked = health
             else:
-                self._check((done, health))
+                self._check(health)
             logs, estimates = (
                 done % every == 0 or done == total
                 for every in (self.config.log_every, self.config.estimate_every)
@@ -230,16 +236,10 @@ class _Run:
                 self._check(unchecked)
                 unchecked = None
             if logs or estimates:
-                self._report(done, float(health[1]), estimates)
+                self._report(done, health.values(), estimates)
             if saves:
                 self._save(done)
-        tau = next(
-            (e["tau_estimate"] for e in reversed(self.curve) if "tau_estimate" in e), math.nan
-        )
-        head = full_head(self.distiller, self.head).to(self.device).eval()
-        chosen = self.heldout[: self.config.estimate_samples]
-        head.finish(self.target, self.corpus, chosen, self.states)
-        return TrainResult(head.cpu(), done, self.curve, tau, self.counts, self._seconds())
+        return done
 
     def _step(self, step: int) -> Tensor:
         """One optimizer step; returns [loss sum, gradient norm] without reading them."""
@@ -263,44 +263,55 @@ class _Run:
             statistics += Statistics(sums)
         rate = learning_rate(config, step, self.schedule.total_steps)
         set_learning_rate(self.optimizers, rate)
-        norm = clip_gradients(self.head, self.distiller, config.clip_norm)
+        norm = self._clip()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         sums = world.sum(statistics.sums)
         slots = sum(map(self.maker.slots, rows, drawn))
         self.window.add(sums, weight, sum(map(self._length, rows)), slots)
-        return torch.stack([sums[0], norm.to(sums.dtype)])
+        return torch.stack([sums[..., 0], norm.to(sums.dtype)])
 
-    def _check(self, health: tuple[int, Tensor] | None) -> None:
-        if health is None or bool(torch.isfinite(health[1]).all()):
-            return
-        step, (loss, norm) = health[0], health[1].tolist()
-        raise JetspecError(
-            "training.loss",
-            f"{loss} (gradient norm {norm}) at step {step}",
-            "not finite; lower training.learning_rate, then run again from the last checkpoint",
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        return make_optimizers(
+            self.config,
+            self.head,
+            self.distiller,
+            sharded=isinstance(self.model, FSDPModule),
+            fused=self.device.type == "cuda",
         )
 
-    def _report(self, done: int, norm: float, estimate: bool) -> None:
-        metrics = {
-            "step": float(done),
-            **self.window.metrics(),
-            "learning_rate": learning_rate(self.config, done - 1, self.schedule.total_steps),
-            "grad_norm": norm,
-            "epoch": self.schedule.epoch(done),
-        }
-        if not self.head.scores_paths:
-            del metrics["edge_loss"]
-        if estimate:
-            metrics["tau_estimate"] = self._estimate_tau()
+    def _clip(self) -> Tensor:
+        return clip_gradients(self.head, self.distiller, self.config.clip_norm)
+
+    def _check(self, health: Health | None) -> None:
+        if health is not None and not bool(torch.isfinite(health.values()).all()):
+            raise not_finite(health.step, *health.values().tolist())
+
+    def _report(self, done: int, health: Tensor, estimate: bool) -> None:
+        metrics = self._metrics(self.head, self.window, done, float(health[1]), estimate)
         self.window = self._new_window()
         self.curve.append(metrics)
         self.report(done, metrics)
 
-    def _estimate_tau(self) -> float:
+    def _metrics(
+        self, head: DraftHead, window: Window, done: int, norm: float, estimate: bool
+    ) -> dict[str, float]:
+        metrics = {
+            "step": float(done),
+            **window.metrics(),
+            "learning_rate": learning_rate(self.config, done - 1, self.schedule.total_steps),
+            "grad_norm": norm,
+            "epoch": self.schedule.epoch(done),
+        }
+        if not head.scores_paths:
+            del metrics["edge_loss"]
+        if estimate:
+            metrics["tau_estimate"] = self._estimate_tau(head)
+        return metrics
+
+    def _estimate_tau(self, head: DraftHead) -> float:
         """tau of greedy chain rounds replayed on held-out samples, which the ranks share out."""
-        head = self.head
         if isinstance(self.model, FSDPModule):
             head = full_head(self.distiller, head).to(self.device)
         head.eval()

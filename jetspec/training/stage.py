@@ -5,7 +5,7 @@ Ray Train worker.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def distil_head(
     )
     facts: dict[str, Any] = {}
     if world.rank == 0:
-        facts = _write(config, stage, target, result, samples_uri, warm_start, world)
+        facts = write_stage(config, stage, target, result, samples_uri, warm_start, world)
         fs, path = filesystem(checkpoints)
         fs.rm(path, recursive=True)
     world.sum(torch.zeros(1, device=target.device))  # nobody leaves before the manifest is there
@@ -180,7 +180,7 @@ def starting_head(
     return head
 
 
-def _write(
+def write_stage(
     config: RunConfig,
     stage: StageResult,
     target: Target,
@@ -188,7 +188,13 @@ def _write(
     samples_uri: str,
     warm_start: str | None,
     world: World,
+    more: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
+    """Write a finished head's directory; returns the facts of its manifest.
+
+    Args:
+        more: further facts.
+    """
     record = training_record(target, enable_thinking=config.regeneration.enable_thinking)
     save_head(result.head, stage.uri, target_fingerprint=target.fingerprint, training=record)
     devices = "gpu" if target.device.type == "cuda" else "cpu"
@@ -208,6 +214,7 @@ def _write(
         f"{devices}_hours": result.seconds * world.size / 3600,
         "workers": world.size,
         "loss": result.curve[-1]["loss"] if result.curve else None,
+        **more,
     }
     settings = config.model_dump(mode="json", include={"target", "head", "training"})
     write_json(

@@ -1,7 +1,10 @@
 """The part of a training step that has gradients: one module, so that DDP and FSDP2 can wrap it."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +60,40 @@ class Statistics:
         for depth, (hit, count) in enumerate(zip(hits, counts, strict=True), start=1):
             means[f"accuracy_{depth}"] = hit / count if count else 0.0
         return means
+
+
+@dataclass
+class Window:
+    """What has added up since the last report; kept in checkpoints so that curves are exact."""
+
+    sums: Tensor
+    weight: float = 0.0
+    tokens: int = 0
+    slots: int = 0
+    # Wall time is this process's own and is not kept.
+    started: float = field(default_factory=time.perf_counter)
+    timed_tokens: int = 0
+    timed_slots: int = 0
+
+    def add(self, sums: Tensor, weight: float, tokens: int, slots: int) -> None:
+        self.sums = self.sums + sums
+        self.weight += weight
+        self.tokens += tokens
+        self.slots += slots
+        self.timed_tokens += tokens
+        self.timed_slots += slots
+
+    def metrics(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self.started
+        return {
+            **Statistics(self.sums).metrics(self.weight),
+            "tokens_per_second": self.timed_tokens / seconds,
+            "slots_per_second": self.timed_slots / seconds,
+        }
+
+    def state(self) -> dict[str, Any]:
+        kept = {"weight": self.weight, "tokens": self.tokens, "slots": self.slots}
+        return {"sums": self.sums.tolist(), **kept}
 
 
 class Distiller(nn.Module):
@@ -116,6 +153,106 @@ def distil_slots(
     )
 
 
+@dataclass
+class FirstPass:
+    """What the slots of one batch give, and all path scores over them start from.
+
+    Attributes:
+        fused: [R, T, d], the context.
+        hidden: [R, A * block, d]; without a graph where the backbone is frozen.
+        found: loss and hits of the slots; candidates where they were asked for.
+    """
+
+    batch: Batch
+    fused: Tensor
+    hidden: Tensor
+    found: Distillation
+
+    @cached_property
+    def states(self) -> Tensor:
+        """[M, d], detached, of the slots that carry a loss: path scores never bend the head."""
+        return self.hidden.detach().flatten(0, 1)[self.batch.slots]
+
+    @cached_property
+    def places(self) -> Places:
+        batch, chosen = self.batch, self.batch.chosen()
+        blocks, depths = batch.slots // batch.block_size, batch.slots % batch.block_size - 1
+        parents, labels = (x.flatten()[chosen] for x in (batch.parents(), batch.labels))
+        return Places(blocks, depths, parents, labels)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """fp32 [M]."""
+        return self.batch.weights.flatten()[self.batch.chosen()]
+
+
+def first_pass(
+    head: "ParallelHead",
+    batch: Batch,
+    taps: Tensor,
+    teacher_hidden: Tensor,
+    target: Target,
+    config: LossConfig,
+    *,
+    scored_by: Sequence["ParallelHead"],
+) -> FirstPass:
+    """The slots of a head that drafts a block in one pass; arguments as in `DraftHead.loss`.
+
+    Args:
+        scored_by: heads whose path scores are trained over them.
+    """
+    fused = head.fuse(taps)
+    hidden = head(
+        fused,
+        batch.positions,
+        target.embed(batch.slot_ids(head.mask_token_id)),
+        batch.slot_positions(),
+        attention_mask(batch, causal=head.config.mask == "causal"),
+    )
+    over_candidates = any(
+        other.edges is not None and other.edges.normaliser == "candidates" for other in scored_by
+    )
+    found = distil_slots(
+        batch, hidden, teacher_hidden, target, config, with_candidates=over_candidates
+    )
+    return FirstPass(batch, fused, hidden, found)
+
+
+def path_loss(
+    head: "ParallelHead",
+    first: FirstPass,
+    teacher_hidden: Tensor,
+    target: Target,
+    config: LossConfig,
+) -> Tensor:
+    """Weighted sum over slots of what `head`'s path scores lose; zero where it has none."""
+    batch, path = first.batch, torch.zeros_like(first.found.loss)
+    if head.edges is not None and head.edges.normaliser == "vocabulary":
+        path = exact_edge_loss(
+            head.edges, first.states, teacher_hidden, batch, first.places, first.weights, target,
+            config,
+        )  # fmt: skip
+    elif head.edges is not None:
+        assert first.found.candidates is not None
+        path = edge_loss(
+            head.edges, first.found.candidates, first.states, first.places, first.weights,
+            target.embed, target.vocab_size, config,
+        )  # fmt: skip
+    if head.rescores:
+        second = head.true_hidden(
+            first.fused,
+            batch.positions,
+            target.embed(batch.true_ids()),
+            batch.slot_positions(),
+            attention_mask(batch, causal=True),
+            first.hidden,
+        )
+        # A row that has read k tokens predicts the next, which is slot k + 1's.
+        slots = batch.slots - 1
+        path = path + distil_slots(batch, second, teacher_hidden, target, config, slots=slots).loss
+    return path
+
+
 def block_loss(
     head: "ParallelHead",
     batch: Batch,
@@ -125,48 +262,8 @@ def block_loss(
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
     """The loss of a head that drafts a block in one pass; see `DraftHead.loss`."""
-    fused = head.fuse(taps)
-    hidden = head(
-        fused,
-        batch.positions,
-        target.embed(batch.slot_ids(head.mask_token_id)),
-        batch.slot_positions(),
-        attention_mask(batch, causal=head.config.mask == "causal"),
-    )  # [R, A * block, d]
-    exact = head.edges is not None and head.edges.normaliser == "vocabulary"
-    result = distil_slots(
-        batch, hidden, teacher_hidden, target, config,
-        with_candidates=head.edges is not None and not exact,
-    )  # fmt: skip
-    path = torch.zeros_like(result.loss)
-    if head.edges is not None:
-        blocks, depths = batch.slots // batch.block_size, batch.slots % batch.block_size - 1
-        chosen = batch.chosen()
-        parents = batch.parents().flatten()[chosen]
-        places = Places(blocks, depths, parents, batch.labels.flatten()[chosen])
-        states = hidden.detach().flatten(0, 1)[batch.slots]
-        weights = batch.weights.flatten()[chosen]
-        if exact:
-            path = exact_edge_loss(
-                head.edges, states, teacher_hidden, batch, places, weights, target, config
-            )
-        else:
-            assert result.candidates is not None
-            path = edge_loss(
-                head.edges, result.candidates, states, places, weights, target.embed,
-                target.vocab_size, config,
-            )  # fmt: skip
-    if head.rescores:
-        second = head.true_hidden(
-            fused,
-            batch.positions,
-            target.embed(batch.true_ids()),
-            batch.slot_positions(),
-            attention_mask(batch, causal=True),
-            hidden,
-        )
-        # A row that has read k tokens predicts the next, which is slot k + 1's.
-        slots = batch.slots - 1
-        path = path + distil_slots(batch, second, teacher_hidden, target, config, slots=slots).loss
-    loss = result.loss + config.edge_weight * path if head.scores_paths else result.loss
-    return loss, Statistics.of(batch, result.loss, path, result.hits).sums
+    first = first_pass(head, batch, taps, teacher_hidden, target, config, scored_by=[head])
+    path = path_loss(head, first, teacher_hidden, target, config)
+    slots, hits = first.found.loss, first.found.hits
+    loss = slots + config.edge_weight * path if head.scores_paths else slots
+    return loss, Statistics.of(batch, slots, path, hits).sums
