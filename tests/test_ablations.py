@@ -81,11 +81,21 @@ def outcome(tau, seed=0, slices=("math",), count=12):
     return Outcome(records, {"head_uri": f"runs/heads/{seed}", "steps": 5, "tau_estimate": tau})
 
 
-SHIPPED_FILES = ("ablations", "ablations-gpu")
+TRAINED_WHOLE = ("ablations", "ablations-gpu")
+SHIPPED_FILES = (*TRAINED_WHOLE, "path-scores-gpu")
 
 
 @pytest.mark.parametrize("name", SHIPPED_FILES)
-def test_shipped_ablations_are_whole_and_change_what_they_say(name) -> None:
+def test_every_side_of_a_shipped_ablation_is_a_cell_of_its_runs(name) -> None:
+    plan = load_ablation(preset_path(name))
+    for side in map(plan.fill, plan.sides()):
+        for member, run in members_of(plan, side.variant):
+            assert (side.method, side.builder, side.budget) in cells_of(run), (member, side)
+            assert side.scores is None or side.scores in (run.evaluation.scores or ())
+
+
+@pytest.mark.parametrize("name", TRAINED_WHOLE)
+def test_shipped_ablations_change_what_they_say(name) -> None:
     plan = load_ablation(preset_path(name))
     runs = {member: run for v in plan.variants for member, run in members_of(plan, v)}
     assert runs["hard-labels"].training.loss.kind == "hard_labels"
@@ -93,10 +103,13 @@ def test_shipped_ablations_are_whole_and_change_what_they_say(name) -> None:
     assert members_of(plan, "causal")[0][1] == plan.base_run()
     same = [m for m, run in runs.items() if run == plan.base_run()]
     assert same in (["causal"], ["causal.seed0", "corpus"])
-    for side in map(plan.fill, plan.sides()):
-        for member, run in members_of(plan, side.variant):
-            assert (side.method, side.builder, side.budget) in cells_of(run), (member, side)
-            assert side.scores is None or side.scores in (run.evaluation.scores or ())
+
+
+def test_the_study_of_path_scores_trains_nothing_but_them() -> None:
+    runs = load_ablation(preset_path("path-scores-gpu")).runs()
+    assert all(run.training.freeze_backbone for run in runs.values())
+    backbones = {(r.head.mask, r.head.num_layers, r.head.conv_rank) for r in runs.values()}
+    assert len(backbones) == 1
 
 
 def members_of(plan, variant):
