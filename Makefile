@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 STAMP := $(VENV)/installed
 
-.PHONY: quickstart test lint install clean help
+.PHONY: quickstart test lint style types suite install clean help
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,13 +21,20 @@ help: ## List the targets
 quickstart: $(STAMP) ## Regenerate, train, evaluate and promote a head for the embedded model
 	$(BIN)/jetspec run quickstart
 
-test: $(STAMP) lint ## Check style and types, then run every test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: $(STAMP) style ## Check style, then types while every test runs
+	@$(MAKE) --no-print-directory --jobs 2 types suite
 
-lint: $(STAMP) ## Check style and types
+lint: style types ## Check style and types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+suite: $(STAMP)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 install: $(STAMP) ## Create .venv with everything in it
 

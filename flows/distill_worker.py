@@ -12,7 +12,10 @@ from jetspec.training.world import World
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Distil the head of `settings["run"]`; every rank reports the same metrics equally often.
+    """Distil the head of `settings["run"]`.
+
+    Nothing is reported to Ray itself, which lets a worker report once in two seconds and makes it
+    wait until then; checkpoints are the stage's own, on its storage.
 
     Args:
         settings: `run` (the RunConfig as plain values), `samples_uri`, `warm_start`, `threads`,
@@ -32,8 +35,6 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     def report(step: int, metrics: dict[str, float]) -> None:
         if world.rank == 0:
             settings["progress"].put_nowait((step, metrics))
-        # Checkpoints are the stage's own, on its storage: Ray carries figures only.
-        ray.train.report(metrics)
 
     distil_head(
         parse_config(settings["run"]),

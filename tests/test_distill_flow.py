@@ -28,8 +28,10 @@ def cluster():
     """One CPU, so that workers and this process add up with one thread, in one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with connect(RayConfig(address="local", cpus=1)):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # of workers, dead or done
+        with connect(RayConfig(address="local", cpus=1)):
+            yield
     torch.set_num_threads(threads)
 
 

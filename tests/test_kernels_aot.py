@@ -1,14 +1,18 @@
 """Every kernel compiles for sm_90 at a served model's shapes, on a machine without a GPU."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 PROGRAM = """
 import dataclasses
+import json
+import traceback
 
 import torch
 from kernels import (
@@ -27,13 +31,6 @@ def bf16(*shape):
 
 def longs(*shape):
     return torch.zeros(shape, dtype=torch.long)
-
-
-def record(module, *names):
-    recorders = [aot.Recorder(getattr(module, name)) for name in names]
-    for name, recorder in zip(names, recorders):
-        setattr(module, name, recorder)
-    return recorders
 
 
 def attention(nodes, head_dim, causal, descriptors, **variant):
@@ -166,38 +163,60 @@ def distillation_all():
 
 
 CASES = {
-    "experts": (experts_all, experts, "_route", "_list_pairs", "_expert_product"),
-    "fp8": (fp8_all, fp8_gemm, "_fp8_product"),
-    "edges": (edges_all, edges, "_edge_scores", "_best_chain"),
-    "exact": (exact_all, exact_attention, "_attend_committed", "_finish"),
-    "attention": (attention_all, tree_attention, "_attend", "_merge"),
-    "gemm": (gemm_all, small_gemm, "_product"),
-    "trees": (tree_all, tree_build, "_build", "_pack_ancestors"),
-    "commit": (commit_all, commit, "_accept", "_compact", "_advance"),
-    "topk": (topk_all, topk, "_chunk_max", "_chunk_best", "_merge_best"),
-    "edge_products": (edge_products_all, edge_products, "_forward", "_backward"),
-    "distillation": (distillation_all, distillation, "_teacher", "_student"),
-    "fusions": (fusion_all, norms, "_add_rms_norm"),
+    "experts": (experts_all, (experts, "_route", "_list_pairs", "_expert_product")),
+    "fp8": (fp8_all, (fp8_gemm, "_fp8_product")),
+    "edges": (edges_all, (edges, "_edge_scores", "_best_chain")),
+    "exact": (
+        exact_all, (exact_attention, "_attend_committed", "_finish"),
+        (tree_build, "_list_ancestors"),
+    ),
+    "attention": (attention_all, (tree_attention, "_attend", "_merge")),
+    "gemm": (gemm_all, (small_gemm, "_product")),
+    "trees": (tree_all, (tree_build, "_build", "_pack_ancestors")),
+    "commit": (
+        commit_all, (commit, "_accept", "_compact", "_advance"), (place, "_place", "_gather"),
+    ),
+    "topk": (
+        topk_all, (topk, "_chunk_max", "_chunk_best", "_merge_best"),
+        (ranks, "_pack_best", "_merge_packed"),
+    ),
+    "edge_products": (edge_products_all, (edge_products, "_forward", "_backward")),
+    "distillation": (distillation_all, (distillation, "_teacher", "_student")),
+    "fusions": (
+        fusion_all, (norms, "_add_rms_norm"), (mlp, "_silu_mul"),
+        (rope, "_qkv_to_cache", "_context_to_caches"),
+    ),
 }
-import sys
-case, module, *names = CASES[sys.argv[1]]
-recorders = record(module, *names)
-if sys.argv[1] == "fusions":
-    recorders += record(mlp, "_silu_mul")
-    recorders += record(rope, "_qkv_to_cache", "_context_to_caches")
-if sys.argv[1] == "topk":
-    recorders += record(ranks, "_pack_best", "_merge_packed")
-if sys.argv[1] == "exact":
-    recorders += record(tree_build, "_list_ancestors")
-if sys.argv[1] == "commit":
-    recorders += record(place, "_place", "_gather")
-case()
-for recorder in recorders:
-    assert recorder.compiled, recorder.kernel
-    for compiled in recorder.compiled:
-        assert compiled.asm["cubin"], recorder.kernel
-        print(recorder.kernel.__name__, ".target sm_90a" in compiled.asm["ptx"],
-              "wgmma" in compiled.asm["ptx"])
+
+
+# [[kernel, whether it is for Hopper, whether it has Hopper's matrix instruction], ...]
+def compile_case(case, *kernels):
+    places = [(module, name) for module, *names in kernels for name in names]
+    recorders = [aot.Recorder(getattr(module, name)) for module, name in places]
+    for (module, name), recorder in zip(places, recorders):
+        setattr(module, name, recorder)
+    try:
+        case()
+    finally:
+        for (module, name), recorder in zip(places, recorders):
+            setattr(module, name, recorder.kernel)
+    found = []
+    for recorder in recorders:
+        assert recorder.compiled, recorder.kernel
+        for compiled in recorder.compiled:
+            assert compiled.asm["cubin"], recorder.kernel
+            ptx = compiled.asm["ptx"]
+            found.append([recorder.kernel.__name__, ".target sm_90a" in ptx, "wgmma" in ptx])
+    return found
+
+
+found = {}
+for name, (case, *kernels) in CASES.items():
+    try:
+        found[name] = compile_case(case, *kernels)
+    except Exception:
+        found[name] = traceback.format_exc()
+print(json.dumps(found))
 """
 
 
@@ -208,17 +227,23 @@ KERNELS = [
 MATRIX_KERNELS = ("_attend", "_attend_committed", "_expert_product", "_fp8_product", "_product")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compiles_for_hopper(kernel) -> None:
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """By case: its kernels, or what went wrong; from one process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kernel],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1], env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines and all(target == "True" for _, target, _ in lines)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_for_hopper(compiled, kernel) -> None:
+    found = compiled[kernel]
+    assert not isinstance(found, str), found[-3000:]
+    assert found and all(hopper for _, hopper, _ in found)
     # The matrix kernels use Hopper's own matrix instruction, whatever the number of rows: another
     # instruction would sum in another order.
-    products = [wgmma for name, _, wgmma in lines if name in MATRIX_KERNELS]
-    assert all(wgmma == "True" for wgmma in products)
+    assert all(wgmma for name, _, wgmma in found if name in MATRIX_KERNELS)
