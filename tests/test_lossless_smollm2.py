@@ -17,20 +17,20 @@ pytestmark = pytest.mark.slow
 # Twenty short questions of all slices. Some answers copy or go in circles, where lookup has work
 # to do. Answers of equal pace stand together, for a batch lasts as long as its slowest row.
 QUESTIONS = [
-    "Find x if 4x - 7 = 21.",
-    "Write an email that asks for a day off.",
-    "Print the multiplication table of 7 from 7 x 1 to 7 x 12.",
     "Translate 'good morning' into French, Spanish and German.",
     "解释什么是递归。",
     "Write an HTML list with six items.",
+    "Write a CSV with ten rows of id,name,age.",
     "一本书有120页，每天读8页，几天读完？",
-    "一个长方形长8米，宽5米，面积是多少？",
+    "Print the multiplication table of 9 from 9 x 1 to 9 x 12.",
     "List the planets of the solar system in order.",
+    "一个长方形长8米，宽5米，面积是多少？",
+    "Copy this line six times: red green blue red green blue",
     "Explain what a hash map is in two sentences.",
     "请用三句话介绍北京。",
+    "Write the numbers 1 to 30 separated by commas.",
     "What is 17 times 23? Show the steps.",
     "A train leaves at 9:40 and arrives at 11:05. How long is the journey?",
-    "Copy this code:\ndef add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b",
     "小明有12个苹果，吃了5个，还剩几个？",
     "请写一首关于春天的诗。",
     "小红有24支铅笔，分给6个同学，每人几支？",
@@ -73,17 +73,20 @@ def answers(target, prompts, batch_size, drafter_of=None, tree=None):
 
 
 def test_plain_decoding_is_transformers_own(target, prompts, plain):
-    for row in (9, 11, 17):  # two that stop by themselves, one that does not
-        prompt = torch.tensor([prompts[row]])
-        output = target.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=NEW,
-            eos_token_id=sorted(target.eos_token_ids),
-            pad_token_id=0,
-        )
-        assert plain[row] == output[0, prompt.shape[1] :].tolist()
+    rows = (9, 12, 17)  # two that stop by themselves, one that does not
+    longest = max(len(prompts[row]) for row in rows)
+    padding = [longest - len(prompts[row]) for row in rows]
+    output = target.model.generate(
+        torch.tensor([[0] * pad + prompts[row] for pad, row in zip(padding, rows, strict=True)]),
+        attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
+        do_sample=False,
+        max_new_tokens=NEW,
+        eos_token_id=sorted(target.eos_token_ids),
+        pad_token_id=0,
+    )
+    for row, answer in zip(rows, output[:, longest:].tolist(), strict=True):
+        length = len(plain[row])
+        assert plain[row] == answer[:length] and not any(answer[length:])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -108,6 +111,7 @@ def test_drafted_decoding_is_token_identical(target, prompts, plain, method, tre
             depth=15 if method == "chain" else 10,
             miss=0.02,
             sure=0.98 if method == "chain" else 0.92,
+            steep=20.0,
             seed=start,
         )
 

@@ -140,6 +140,7 @@ class NoisyOracle:
         miss: how often a slot lacks the true token.
         sure: how often it is the first candidate where it is one; otherwise its rank is random.
         path: edge rows that differ by parent.
+        steep: how far apart the candidates' scores lie; trees grow deeper with it.
         taps: layers to ask for; what is observed is only kept in `observed`.
     """
 
@@ -154,6 +155,7 @@ class NoisyOracle:
         miss: float = 0.15,
         sure: float = 0.5,
         path: bool = False,
+        steep: float = 2.0,
         seed: int = 0,
         taps: tuple[int, ...] = (),
     ) -> None:
@@ -162,6 +164,7 @@ class NoisyOracle:
         self._truth = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
         self._vocab_size, self._depth, self._width = vocab_size, depth, width
         self._miss, self._sure, self._path = miss, sure, path
+        self._steep = steep
         self._generator = torch.Generator().manual_seed(seed)
 
     def begin(self, batch: int, target: Target) -> None:
@@ -202,6 +205,6 @@ class NoisyOracle:
                 tokens[row, slot, rank] = token
         rows = width if self._path else 1
         logits = torch.randn(*shape, rows, width + 1, generator=self._generator)
-        logits = logits.sort(dim=-1, descending=True).values * 2
+        logits = logits.sort(dim=-1, descending=True).values * self._steep
         log_q = logits.log_softmax(-1)[..., :width].expand(-1, -1, width, -1)
         return Draft(tokens, log_q)
