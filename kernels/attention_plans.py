@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import triton
 
 FEW_PROGRAMS = 48
+PROGRAMS = 2 * 132
+"""What runs at once on a Hopper card: two programs a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +48,32 @@ def plan_for(nodes: int, group: int, programs: int, page_size: int, item_bytes: 
 
     Args:
         programs: KV heads x sequences. A launch that fills the card has more to gain from two
-            programs a multiprocessor than from a fourth stage.
+            programs a multiprocessor than from a fourth stage, and from splits that all end
+            together than from fixed ones.
     """
     if item_bytes > 2:  # no matrix instruction: unrolled products of wide tiles compile for minutes
         return Plan(rows=16, tile=min(page_size, 32), warps=4, stages=2)
     tile = min(page_size, 64)
     if nodes * group <= 64 and programs <= FEW_PROGRAMS:
         return Plan(rows=64, tile=tile, warps=4, stages=4)
-    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True)
+    full = programs > FEW_PROGRAMS
+    return Plan(rows=64, tile=tile, warps=4, stages=3, descriptors=True, joined=full, even=full)
 
 
-def splits_for(programs: int) -> tuple[int, int]:
+def splits_for(programs: int, even: bool = False) -> tuple[int, int]:
     """(shortest split in rows of KV, most splits of a prefix).
 
     A split doubles with the context until that many cover the prefix. Few programs need many
     splits to fill the card; with many, partial results and short loops cost more than they bring.
+    Even splits are as many as run at once.
 
     Args:
         programs: of one split: tiles of query rows x KV heads x sequences.
+        even: as `Plan.even`.
     """
+    if even:
+        most = max(1, PROGRAMS // programs)
+        return (64 if most <= 8 else 128), most
     if programs <= FEW_PROGRAMS:
         return 256, 24
     return (512, 12) if programs <= 96 else (1024, 12)

@@ -285,7 +285,7 @@ def tree_attention(
     group = heads // kv_heads
     plan = plan or plan_for(nodes, group, kv_heads * batch, page_size, q.element_size())
     row_tiles, across = plan.tiles(nodes * group)
-    usual = splits_for(row_tiles * kv_heads * batch)
+    usual = splits_for(row_tiles * kv_heads * batch, plan.even)
     split, max_splits = split or usual[0], max_splits or usual[1]
     key_source, value_source = tile_sources(keys, values, heads, split, plan)
     splits = splits_needed(nodes, max_context, split, max_splits, plan.even)

@@ -22,8 +22,9 @@ def test_launches_are_ones_that_the_kernel_takes_and_no_two_are_the_same() -> No
         assert not launch.splits[0] % launch.plan.tile and launch.plan.rows in (0, 64)
         tiles, across = launch.plan.tiles(launch.nodes * variants.GROUP)
         assert tiles * launch.plan.rows + across >= launch.nodes * variants.GROUP
-        if launch.name == "present":
-            assert not (launch.plan.joined or launch.plan.even or launch.plan.across)
+        if launch.name in ("present", "fixed"):
+            even = launch.name == "present" and launch.batch == 16
+            assert (launch.plan.joined, launch.plan.even, launch.plan.across) == (even, even, 0)
         if launch.plan.even:  # what is launched runs at once
             programs = tiles * variants.KV_HEADS * launch.batch * launch.splits[1]
             assert programs <= max(2 * 132, tiles * variants.KV_HEADS * launch.batch * 4)
@@ -35,7 +36,7 @@ def test_rows_are_timed_by_the_variants_that_change_them() -> None:
         names = rounds.wanted(row)
         assert names[0] == "present" and set(names) <= set(rounds.ROUNDS)
         if row in rounds.ALIGNED_ROWS:
-            assert names == ["present", "even"]
+            assert names == ["present", "even" if batch == 1 else "fixed"]
             continue
         left_over = config.budget in (16, 32, 64, 128) if config else True
         assert ("across" in names) == left_over, row
@@ -48,9 +49,9 @@ def test_a_rule_holds_for_the_launches_inside_alone() -> None:
     with pytest.raises(KeyError), rounds.launched_by("across"):
         plan = rounds.tree_attention.plan_for(129, 4, 8, 64)
         assert (plan.across, plan.joined, plan.tiles(516)) == (16, True, (8, 16))
-        assert rounds.tree_attention.splits_for(64) == (64, 4)
+        assert rounds.tree_attention.splits_for(64, True) == (64, 4)
         assert rounds.tree_attention.plan_for(1, 4, 8, 64).rows == 0
-        assert rounds.tree_attention.splits_for(8) == (128, 33)
+        assert rounds.tree_attention.splits_for(8, True) == (128, 33)
         raise KeyError
     assert (attention.plan_for, attention.splits_for) == before
     assert usual == (attention.plan_for(129, 4, 8, 64), (512, 12))

@@ -153,6 +153,15 @@ def test_one_split_is_written_at_once_and_more_have_equal_shares() -> None:
     assert attention.splits_needed(9, 100, 64, 4, even=True) == 2
 
 
+def test_a_launch_that_fills_the_card_has_as_many_equal_splits_as_run_at_once() -> None:
+    few, full = attention.plan_for(17, 4, 8, 64), attention.plan_for(17, 4, 128, 64)
+    assert (few.even, full.even, full.joined) == (False, True, True)
+    for programs in (100, 128, 264, 4000):
+        split, most = attention.splits_for(programs, even=True)
+        assert split == 64 and most == max(1, 264 // programs)
+    assert attention.splits_for(8, even=True) == (128, 33)
+
+
 def test_tiles_of_rows() -> None:
     plan = Plan(64, 64, 4, 3, across=16)
     assert [plan.tiles(4 * n) for n in (1, 16, 17, 20, 21, 129)] == [

@@ -12,7 +12,7 @@ from kernels import reference
 from kernels.benchmarks.inputs import Paged, paged, random_bits
 from kernels.benchmarks.timing import cold_copies, relative_error, time_us
 from kernels.merge_splits import Workspace
-from kernels.tree_attention import Plan, splits_for, splits_needed, tree_attention
+from kernels.tree_attention import Plan, plan_for, splits_for, splits_needed, tree_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SHAPES = [(1, 128), (1, 1), (1, 16), (1, 64), (1, 256), (16, 1), (16, 16), (16, 33)]
@@ -44,12 +44,11 @@ class Problem:
     def calls(
         self, plan: Plan | None, split: int | None = None, max_splits: int | None = None
     ) -> list[Callable[[], Tensor]]:
-        rows = self.nodes * HEADS // KV_HEADS
-        tiles = plan.tiles(rows)[0] if plan else -(-rows // 64)
-        usual = splits_for(tiles * KV_HEADS * self.batch)
+        group, programs = HEADS // KV_HEADS, KV_HEADS * self.batch
+        plan = plan or plan_for(self.nodes, group, programs, PAGE)
+        usual = splits_for(plan.tiles(self.nodes * group)[0] * programs, plan.even)
         split, max_splits = split or usual[0], max_splits or usual[1]
-        even = plan is not None and plan.even
-        splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits, even)
+        splits = splits_needed(self.nodes, self.context + self.nodes, split, max_splits, plan.even)
         rows = self.batch * self.nodes * HEADS
         named: dict[str, Any] = {
             "max_context": self.context + self.nodes,

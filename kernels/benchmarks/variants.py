@@ -24,9 +24,6 @@ GROUP = HEADS // KV_HEADS
 REPEATS = 20
 Rule = Callable[[Plan, tuple[int, int], int, int], tuple[Plan, tuple[int, int]]]
 
-PROGRAMS = 2 * 132
-"""What runs at once: two programs a multiprocessor."""
-
 
 def present(
     plan: Plan, splits: tuple[int, int], rows: int, programs: int
@@ -42,15 +39,23 @@ def present(
 def joined(
     plan: Plan, splits: tuple[int, int], rows: int, programs: int
 ) -> tuple[Plan, tuple[int, int]]:
+    plan, splits = fixed(plan, splits, rows, programs)
     return replace(plan, joined=True), splits
+
+
+def fixed(
+    plan: Plan, splits: tuple[int, int], rows: int, programs: int
+) -> tuple[Plan, tuple[int, int]]:
+    """Splits at multiples of a size that doubles with the context, merged by a second launch."""
+    plan = replace(plan, joined=False, even=False)
+    return plan, splits_for(plan.tiles(rows)[0] * programs)
 
 
 def even(
     plan: Plan, splits: tuple[int, int], rows: int, programs: int
 ) -> tuple[Plan, tuple[int, int]]:
     """As many equal splits as run at once."""
-    most = max(1, PROGRAMS // (plan.tiles(rows)[0] * programs))
-    return replace(plan, joined=True, even=True), (64 if most <= 8 else 128, most)
+    return replace(plan, joined=True, even=True), splits_for(plan.tiles(rows)[0] * programs, True)
 
 
 def across(
@@ -64,7 +69,13 @@ def across(
     return even(plan, splits, rows, programs)
 
 
-RULES: dict[str, Rule] = {"present": present, "joined": joined, "even": even, "across": across}
+RULES: dict[str, Rule] = {
+    "present": present,
+    "fixed": fixed,
+    "joined": joined,
+    "even": even,
+    "across": across,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def launches() -> list[Launch]:
     for batch, nodes in ((1, 128), (1, 129), (1, 1), (16, 1), (16, 16), (16, 17), (16, 33)):
         rows, programs = nodes * GROUP, KV_HEADS * batch
         plan = plan_for(nodes, GROUP, programs, PAGE)
-        usual = plan, splits_for(plan.tiles(rows)[0] * programs)
+        usual = plan, splits_for(plan.tiles(rows)[0] * programs, plan.even)
         own = {name: rule(*usual, rows, programs) for name, rule in RULES.items()}
         if (batch, nodes) == (1, 1):
             narrow = Plan(0, PAGE, 4, 4, across=16, joined=True)

@@ -31,6 +31,7 @@ CLOCK_ROWS = ("tree_b1_255", "chain_b16", "tree_b16_32")
 ROUNDS: dict[str, tuple[str, DraftWeights]] = {
     "present": ("present", "own"),
     "fp8 drafts": ("present", "fp8"),
+    "fixed": ("fixed", "own"),
     "joined": ("joined", "own"),
     "even": ("even", "own"),
     "across": ("across", "own"),
@@ -48,11 +49,15 @@ def launched_by(name: str) -> Iterator[None]:
 
     def plan(nodes: int, group: int, programs: int, *rest: Any) -> Plan:
         own, rows = usual[0](nodes, group, programs, *rest), nodes * group
-        held["now"] = rule(own, usual[1](own.tiles(rows)[0] * programs), rows, programs)
+        cuts = usual[1](own.tiles(rows)[0] * programs, own.even)
+        held["now"] = rule(own, cuts, rows, programs)
         return held["now"][0]
 
+    def splits(programs: int, even: bool = False) -> tuple[int, int]:
+        return held["now"][1]
+
     tree_attention.plan_for = plan  # type: ignore[assignment]
-    tree_attention.splits_for = lambda programs: held["now"][1]
+    tree_attention.splits_for = splits
     try:
         yield
     finally:
@@ -62,13 +67,14 @@ def launched_by(name: str) -> Iterator[None]:
 def wanted(row: str) -> list[str]:
     """The variants that change anything in a row."""
     config, batch = shape(row)
+    other = "even" if batch == 1 else "fixed"  # what the row's launches do not do at present
     if row in ALIGNED_ROWS:
-        return ["present", "even"]
+        return ["present", other]
     if config is None:
-        return ["present", "joined", "even", "across"]
+        return ["present", "joined", other, "across"]
     eight = batch == 1  # at 16 the head's 256 rows take bf16 weights in any case
     left = (1 + config.budget) * variants.GROUP % 64
-    names = ["present", "even"] + ["across"] * (0 < left <= 16)
+    names = ["present", other] + ["across"] * (0 < left <= 16)
     return names + ["fp8 drafts"] * eight + ["across, fp8 drafts"] * (eight and "across" in names)
 
 
