@@ -5,8 +5,6 @@ whether it runs in the interpreter, and any test file may be the first to import
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -16,26 +14,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
-from triton.runtime import interpreter
-
-
-def patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton's interpreter patches its language at every launch and every call inside a kernel,
-    half of a small test's time: here it does so once a module, and leaves it so."""
-    done: set[int] = set()
-
-    def once(function: Any) -> Any:
-        module = id(function.__globals__)
-        if module not in done:
-            done.add(module)
-            patch(function)
-        return interpreter._LangPatchScope()  # with nothing to restore
-
-    return once
-
-
-interpreter._patch_lang = patched_once(interpreter._patch_lang)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
