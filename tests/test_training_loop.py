@@ -288,7 +288,8 @@ def _free_port():
 def pair(tmp_path_factory):
     """{(strategy, rank): (curve, a weight)} of runs on two workers, and where they were made."""
     directory = tmp_path_factory.mktemp("pair")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the processes share one import
     queue, port = context.Queue(), _free_port()
     workers = [
         context.Process(target=_worker, args=(rank, 2, port, directory, queue), daemon=True)
