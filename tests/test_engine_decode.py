@@ -13,11 +13,18 @@ from tests.tiny import tiny_head, tiny_target
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
 from jetspec.engine.engine import Engine  # noqa: E402
+from kernels import tree_attention  # noqa: E402
 
 GREEDY = SamplingParams()
 PROMPTS = [[5, 9, 11, 4], [7, 8, 30, 31, 32, 33, 12], [20]]
 CHAIN = TreeConfig(builder="chain", depth=3, budget=3, width=4)
 TREE = TreeConfig(builder="best_first", depth=3, budget=5, width=3)
+
+
+@pytest.fixture(autouse=True)
+def one_split(monkeypatch) -> None:
+    """Contexts this short have one; the interpreter would take its time over eight."""
+    monkeypatch.setattr(tree_attention, "MERGE", 1)
 
 
 def target(arch: str):
