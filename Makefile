@@ -22,7 +22,7 @@ quickstart: $(STAMP) ## Regenerate, train, evaluate and promote a head for the e
 	$(BIN)/jetspec run quickstart
 
 test: $(STAMP) style ## Check style, then types while every test runs
-	@$(MAKE) --no-print-directory --jobs 2 types suite
+	@$(MAKE) --no-print-directory --jobs 2 types suite || { $(BIN)/mypy; false; } # told last
 
 lint: style types ## Check style and types
 
