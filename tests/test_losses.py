@@ -152,7 +152,8 @@ def test_edge_loss_equals_the_direct_one_and_leaves_the_head_alone(kind, gate, t
     hidden = p["hidden"][p["slots"]].requires_grad_()
     loss = edge_loss(
         edges, result.candidates, hidden.detach(),
-        Places(torch.arange(13), torch.zeros(13).long(), parents, p["labels"]), p["weights"],
+        Places(torch.arange(13), torch.zeros(13).long(), parents, p["labels"], (13, 1)),
+        p["weights"],
         lambda ids: embedding[ids], vocabulary if table else 10**6, config,
     )  # fmt: skip
     loss.backward()
@@ -198,7 +199,7 @@ def test_a_token_that_slots_often_miss_is_scored_by_its_share_where_they_offer_i
         optimizer.zero_grad()
         edge_loss(
             edges, candidates, torch.zeros(4, 1),
-            Places(torch.arange(4), nothing, nothing, labels), torch.ones(4),
+            Places(torch.arange(4), nothing, nothing, labels, (4, 1)), torch.ones(4),
             lambda ids: ids[..., None].float(), 3, LossConfig(),
         ).backward()  # fmt: skip
         optimizer.step()

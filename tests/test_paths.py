@@ -195,7 +195,8 @@ def test_teacher_forcing_scores_the_row_of_the_true_parent(target, name):
     order = torch.tensor([4, 0, 3, 5, 1, 2])
     block, depth = (index[order] for index in kept.nonzero().unbind(1))
     before = torch.cat([anchors[:, None], labels[:, :-1]], dim=1)
-    places = Places(block + 10, depth, before[block, depth], labels[block, depth])
+    shape = 12, 4  # ten blocks that carry no slot
+    places = Places(block + 10, depth, before[block, depth], labels[block, depth], shape)
     forced = edges.teacher_forced(
         tokens[block, depth], log_q[block, depth], hidden[block, depth], places, target.embed,
         target.vocab_size,

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from jetspec.errors import JetspecError
 from jetspec.training import corpus as corpus_module
-from jetspec.training.blocks import attention_mask, block_mask_function, dense_mask
+from jetspec.training.blocks import attention_mask, block_mask_function, dense_mask, tiled_mask
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule
 from jetspec.training.hidden_cache import OnlineTeacher
@@ -106,6 +107,28 @@ def test_block_that_does_not_exist_sees_only_itself():
     for row, block in missing.nonzero().tolist():
         queries = mask[row, block * 4 : block * 4 + 4]
         assert queries.any(-1).all() and not queries[:, : batch.input_ids.shape[1]].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_of_the_mask_are_those_of_all_its_pairs(causal):
+    generator = torch.Generator().manual_seed(0)
+    batch = type("Batch", (), {"block_size": 16})()
+    batch.input_ids = torch.zeros(3, 512).long()
+    ends = torch.randint(0, 513, (3, 32, 2), generator=generator)
+    ends[1] = torch.tensor([0, 512]) - torch.randint(0, 9, (32, 2), generator=generator).abs()
+    ends[1, :8] = torch.tensor([128, 384])  # whole tiles, and blocks that do not exist
+    ends[1, 8:24] = 0
+    ends[2] = ends[2].sort(0).values
+    batch.starts, batch.anchors = ends.clamp(min=0).sort(-1).values.unbind(-1)
+    mask = block_mask_function(batch.anchors, batch.starts, 512, 16, causal=causal)
+    found = tiled_mask(batch, mask)
+    expected = create_block_mask(mask, 3, None, 512, 1024, device="cpu")
+    assert found.full_kv_num_blocks.any() and found.seq_lengths == expected.seq_lengths
+    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    for side in ("kv", "full_kv", "q", "full_q"):
+        for name in (f"{side}_num_blocks", f"{side}_indices"):
+            one, other = getattr(found, name), getattr(expected, name)
+            assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def test_anchors_depend_on_seed_and_step_only():

@@ -10,7 +10,7 @@ heads/producers.py.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from jetspec.heads.config import HeadConfig, Normaliser
 from jetspec.heads.rows import Embed, LearnedRows, ProjectedRows, TokenRows
 
-_BLOCKS = 128  # blocks whose whole lattice exists at one time in training
+_BLOCKS = 128  # blocks whose whole lattice exists at one time in training, at least
+_LATTICE_BYTES = 2 << 30  # fp32 embeddings of the blocks that a GPU takes at one time
 _VOCABULARY_ROWS = 1024  # parents whose vocabulary row exists at one time in drafting
 
 
@@ -38,12 +39,14 @@ class Places(NamedTuple):
     Attributes:
         labels: the true token of each slot.
         parents: the true token before it.
+        shape: (blocks, depths) there are, host numbers, so that a GPU need not be read.
     """
 
     blocks: Tensor
     depths: Tensor
     parents: Tensor
     labels: Tensor
+    shape: tuple[int, int]
 
 
 class EdgeProducer(nn.Module):
@@ -148,25 +151,27 @@ class EdgeProducer(nn.Module):
         Returns:
             a function from a slice of the M slots to S [m, K].
         """
-        blocks, row = torch.unique(places.blocks, return_inverse=True)
-        depth = int(places.depths.max()) + 1 if len(tokens) else 0
-        spot = row, places.depths
+        if not len(tokens):
+            return lambda here: log_q[here]
+        spot = places.blocks, places.depths
+        blocks, depth = places.shape
 
         def laid(values: Tensor) -> Tensor:
-            empty = values.new_zeros(len(blocks), depth, *values.shape[1:])
-            return empty.index_put(spot, values)
+            return values.new_zeros(blocks, depth, *values.shape[1:]).index_put_(spot, values)
 
         anchors = laid(places.parents)[:, :1].flatten()
         lattice = laid(tokens), laid(log_q), anchors, laid(hidden), laid(places.labels)
 
+        step = _BLOCKS
+        if tokens.is_cuda:  # launches cost more there than memory
+            step = max(step, _LATTICE_BYTES // (4 * depth * tokens.shape[1] * hidden.shape[1]))
+
         def rows(begin: int) -> Tensor:
-            part = (values[begin : begin + _BLOCKS] for values in lattice)
+            part = (values[begin : begin + step] for values in lattice)
             return self._under_true_parents(embed, *part)
 
-        pieces = [
-            checkpoint(rows, begin, use_reentrant=False) for begin in range(0, len(blocks), _BLOCKS)
-        ]
-        scores = torch.cat(pieces)[spot] if pieces else log_q
+        pieces = [_recomputed(rows, begin) for begin in range(0, blocks, step)]
+        scores = torch.cat(pieces)[spot]
         return lambda here: scores[here]
 
     def _under_true_parents(
@@ -279,14 +284,15 @@ class MarkovEdges(EdgeProducer):
         children, place = self.child_proj.holding(tokens, embed, vocab_size)
         parents = self.true_parents(hidden, places, embed).to(children.dtype)
 
-        def scores(here: slice) -> Tensor:
-            if parents.is_cuda:
-                from kernels.edge_products import edge_products
+        if parents.is_cuda:
+            from kernels.edge_products import edge_products
 
-                return edge_products(parents[here], children, place[here])
+            return lambda here: edge_products(parents[here], children, place[here])
+
+        def scores(here: slice) -> Tensor:
             return torch.einsum("mr,mkr->mk", parents[here], children[place[here]])
 
-        return scores
+        return lambda here: _recomputed(scores, here)
 
 
 class SelectorEdges(MarkovEdges):
@@ -343,6 +349,14 @@ def _rows(hidden_size: int, rank: int, vocab_size: int | None) -> TokenRows:
     if vocab_size is None:
         return ProjectedRows(hidden_size, rank)
     return LearnedRows(vocab_size, rank)
+
+
+def _recomputed(function: Callable[[Any], Tensor], argument: Any) -> Tensor:
+    """What `function` gives; the backward pass computes again what it needs of it."""
+    result: Tensor = checkpoint(
+        function, argument, use_reentrant=False, preserve_rng_state=False
+    )  # nothing here is random
+    return result
 
 
 def renormalise(log_q: Tensor, bias: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class LatticeEdges(EdgeProducer):
         """x [B, 1 + D·K, width], the anchor first, then slot by slot -> the same shape."""
         slots = torch.arange(1, depth + 1, device=x.device).repeat_interleave(width)
         places = torch.cat([slots.new_zeros(1), slots])
-        mask = (places[None, :] <= places[:, None]).expand(len(x), -1, -1)
+        mask = (places[None, :] <= places[:, None])[None]  # one for all rows
         rotary = self.rotary(places[None], x.dtype)
         heads = x.shape[-1] // _HEAD_DIM
         none = x.new_zeros(len(x), 0, heads, _HEAD_DIM)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+_TILE = 128  # queries, and keys, that flex_attention takes or leaves together
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -165,4 +167,38 @@ def attention_mask(batch: Batch, *, causal: bool) -> Tensor | BlockMask:
     device = batch.anchors.device
     if device.type != "cuda":
         return dense_mask(mask, rows, queries, context + queries, device)
-    return create_block_mask(mask, rows, None, queries, context + queries, device=str(device))
+    if _TILE % batch.block_size or context % _TILE or queries % _TILE:
+        return create_block_mask(mask, rows, None, queries, context + queries, device=str(device))
+    return tiled_mask(batch, mask)
+
+
+def tiled_mask(batch: Batch, mask: MaskFunction) -> BlockMask:
+    """`create_block_mask` of the batch's mask, found from the bounds of its blocks instead of from
+    every pair of a query and a key.
+
+    Context and slots must fill whole tiles of 128, and several blocks one tile.
+    """
+    rows, context = batch.input_ids.shape
+    queries = batch.anchors.shape[1] * batch.block_size
+    device = batch.anchors.device
+    inside = rows, -1, _TILE // batch.block_size, 1
+    starts, anchors = batch.starts.view(inside), batch.anchors.view(inside)
+    first = torch.arange(0, context, _TILE, device=device)  # [C], of every tile of the context
+    some = (starts.maximum(first) < anchors.minimum(first + _TILE)).any(2)  # [R, tiles of slots, C]
+    whole = ((starts <= first) & (anchors >= first + _TILE)).all(2)
+    own = torch.eye(queries // _TILE, dtype=torch.bool, device=device).expand(rows, -1, -1)
+    partly = torch.cat([some & ~whole, own], dim=2)
+    wholly = torch.cat([whole, torch.zeros_like(own)], dim=2)
+    return BlockMask.from_kv_blocks(
+        *_listed(partly),
+        *_listed(wholly),
+        BLOCK_SIZE=_TILE,
+        mask_mod=mask,
+        seq_lengths=(queries, context + queries),
+    )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [R, Q, K] -> int32 (how many are set [R, 1, Q], which, before those that are not)."""
+    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1)[:, None].to(torch.int32), order[:, None].to(torch.int32)

@@ -178,7 +178,8 @@ class FirstPass:
         batch, chosen = self.batch, self.batch.chosen()
         blocks, depths = batch.slots // batch.block_size, batch.slots % batch.block_size - 1
         parents, labels = (x.flatten()[chosen] for x in (batch.parents(), batch.labels))
-        return Places(blocks, depths, parents, labels)
+        shape = batch.anchors.numel(), batch.block_size - 1
+        return Places(blocks, depths, parents, labels, shape)
 
     @cached_property
     def weights(self) -> Tensor:
