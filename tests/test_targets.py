@@ -493,6 +493,24 @@ def test_converting_a_gguf_file_prints_nothing_where_nobody_watches(tmp_path, ca
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_conversion_reads_the_texts_of_a_gguf_file_once(tmp_path, monkeypatch):
+    import gguf as library
+
+    from jetspec.targets.gguf import converted_directory
+
+    opened = []
+    begin = library.GGUFReader.__init__
+    monkeypatch.setattr(
+        library.GGUFReader,
+        "__init__",
+        lambda self, path, mode="r": (opened.append(str(path)), begin(self, path, mode))[1],
+    )
+    theirs = library.GGUFReader
+    write_tiny_gguf(tmp_path / "a.gguf")
+    converted_directory(tmp_path / "a.gguf", tmp_path / "cache", "a")
+    assert opened == [str(tmp_path / "a.gguf")] and library.GGUFReader is theirs
+
+
 def test_a_gguf_file_is_converted_once_and_its_directory_is_a_target(tmp_path):
     gguf = tmp_path / "tiny.gguf"
     write_tiny_gguf(gguf)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 from jetspec.errors import JetspecError
-from jetspec.storage import sha256_file
+from jetspec.targets.fingerprint import cached_sha256
 from jetspec.targets.gguf_tokenizer import save_tokenizer
 from jetspec.targets.pretrained import first_line, load_causal_lm, quiet
 
@@ -40,7 +41,7 @@ def converted_directory(gguf: Path, cache_dir: Path, name: str) -> Path:
             be written.
     """
     check_gguf(gguf)
-    key = sha256_file(str(gguf))[:16]
+    key = cached_sha256(gguf, cache_dir)[:16]
     return build_once(cache_dir / f"{name}-{key}-v{_CONVERSION}", lambda part: convert(gguf, part))
 
 
@@ -79,7 +80,7 @@ def check_gguf(path: Path) -> None:
 def convert(gguf: Path, directory: Path) -> None:
     """Dequantise `gguf` into `directory`: config, safetensors, tokenizer and chat template."""
     try:
-        with quiet(), _own_bar():
+        with quiet(), _own_bar(), _read_once():
             save_tokenizer(gguf, directory)
             loaded = load_causal_lm(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     except JetspecError:
@@ -111,6 +112,32 @@ def _own_bar() -> Iterator[None]:
         yield
     finally:
         modeling_gguf_pytorch_utils.tqdm = theirs
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Every reader of one file is the same one: the tokenizer, the config and the tensors would
+    each read the text of every token, which takes longer than the weights do."""
+    library: Any = importlib.import_module("gguf")
+    theirs = library.GGUFReader
+    opened: dict[str, Any] = {}
+
+    class Reader(theirs):  # type: ignore[misc, valid-type]
+        data: np.ndarray
+
+        def _build_fields(self, offset: int, count: int) -> int:
+            # A plain array over the same map: a slice of a memmap costs three times as much.
+            self.data = np.asarray(self.data)
+            return int(super()._build_fields(offset, count))
+
+    def reader(path: str | os.PathLike[str]) -> Any:
+        return opened.get(str(path)) or opened.setdefault(str(path), Reader(path))
+
+    library.GGUFReader = reader
+    try:
+        yield
+    finally:
+        library.GGUFReader = theirs
 
 
 def _without_quantizer(loaded: Any) -> Any:
