@@ -86,9 +86,9 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
     counts = []
     step = benchmarks.train.__globals__["Run"]._step
 
-    def counted(self, number):
+    def counted(self, *numbered):
         with Products() as products:
-            health = step(self, number)
+            health = step(self, *numbered)
         counts.append(products.flops)
         return health
 

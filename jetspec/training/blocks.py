@@ -76,18 +76,18 @@ class Batch:
         """The batch on `device`; copies to a GPU run beside its work."""
         if device.type == "cpu":
             return self
+        return self._each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in memory that a GPU copies from by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                values[name] = value.pin_memory().to(device, non_blocking=True)
+                values[name] = change(value)
         return Batch(**values)
-
-    def causal_mask(self) -> Tensor:
-        """bool [R, T, T] for the teacher: earlier tokens of the same document."""
-        length = self.input_ids.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.documents.device).tril()
-        same = self.documents[:, :, None] == self.documents[:, None, :]
-        return causal & same & (self.documents >= 0)[:, :, None]
 
     def slot_ids(self, mask_token_id: int) -> Tensor:
         """long [R, A * block_size]: every block is its anchor's token and masks behind it."""
@@ -117,6 +117,18 @@ class Batch:
         """long [R, A, D]: the true token before every slot's own, the teacher-forced parent."""
         anchor = self.input_ids.gather(1, self.anchors)[:, :, None]
         return torch.cat([anchor, self.labels[:, :, :-1]], dim=2)
+
+
+def causal_mask(documents: Tensor) -> Tensor:
+    """bool [R, T, T] for the teacher: earlier tokens of the same document.
+
+    Args:
+        documents: long [R, T], see `Batch`.
+    """
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    same = documents[:, :, None] == documents[:, None, :]
+    return causal & same & (documents >= 0)[:, :, None]
 
 
 def block_mask_function(

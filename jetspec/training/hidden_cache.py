@@ -1,7 +1,9 @@
 """Where a training step finds the teacher's hidden states: computed now, or computed once."""
 
 import os
+import sys
 import tempfile
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +12,13 @@ from torch import Tensor
 
 from jetspec.errors import JetspecError
 from jetspec.targets.target import Target
-from jetspec.training.blocks import Batch
+from jetspec.training.blocks import Batch, causal_mask
 from jetspec.training.corpus import Corpus
 
 _GROUP_TOKENS = {"cpu": 256, "cuda": 16384}
+_LONG_PASS = 2e13  # FLOP, some 40 ms of an H200: longer than its launches take
+
+States = Callable[..., tuple[Tensor, Tensor]]
 
 
 class HiddenStates(Protocol):
@@ -30,14 +35,78 @@ class OnlineTeacher:
         self.taps = taps
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        output = self.target.forward(
-            batch.input_ids,
-            position_ids=batch.positions,
-            mask=batch.causal_mask(),
-            taps=self.taps,
-        )
+        return self._states(batch.input_ids, batch.positions, batch.documents)
+
+    def _states(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        mask = causal_mask(documents)
+        output = self.target.forward(input_ids, position_ids=positions, mask=mask, taps=self.taps)
         assert output.taps is not None
         return output.taps, output.hidden
+
+
+class RecordedTeacher(OnlineTeacher):
+    """`OnlineTeacher` whose pass over batches of one shape is recorded once and played back.
+
+    A small target's thousand launches take the host longer than the GPU. A pass that cannot be
+    recorded is run as it is.
+
+    Args:
+        shape: (R, T); batches of other shapes are run as they are.
+    """
+
+    def __init__(self, target: Target, taps: tuple[int, ...], shape: tuple[int, int]) -> None:
+        super().__init__(target, taps)
+        self._shape = shape
+        self._play: States | None = None
+
+    @staticmethod
+    def pays(target: Target, tokens: int) -> bool:
+        """Whether a pass over so many tokens is short for a GPU."""
+        weights = sum(p.numel() for p in target.model.base_model.parameters())
+        return target.device.type == "cuda" and 2 * weights * tokens < _LONG_PASS
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if batch.input_ids.shape != self._shape:
+            return super().__call__(batch)
+        inputs = batch.input_ids, batch.positions, batch.documents
+        if self._play is None:
+            try:
+                self._play = cuda_graph(self._states, inputs)
+            except RuntimeError as error:
+                print(f"teacher: its pass is not recorded: {error}", file=sys.stderr, flush=True)
+                self._play = self._states
+        return self._play(*inputs)
+
+
+def cuda_graph(function: States, inputs: tuple[Tensor, ...]) -> States:
+    """`function` over inputs of these shapes as one CUDA graph.
+
+    Raises:
+        RuntimeError: it does what a graph cannot hold.
+    """
+    held = tuple(tensor.clone() for tensor in inputs)
+    function(*held)  # libraries allocate what they keep
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")  # a recording that breaks off leaves traces
+    try:
+        function(*held)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may go on with CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = function(*held)
+
+    def play(*given: Tensor) -> tuple[Tensor, Tensor]:
+        for to, tensor in zip(held, given, strict=True):
+            to.copy_(tensor)
+        graph.replay()
+        taps, hidden = outputs
+        return taps.clone(), hidden.clone()  # the next pass writes over the graph's own
+
+    return play
 
 
 def cache_bytes(corpus: Corpus, target: Target, taps: tuple[int, ...]) -> int:

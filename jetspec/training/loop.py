@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,12 +30,19 @@ from jetspec.training.checkpoints import (
 )
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule
-from jetspec.training.hidden_cache import HiddenCache, HiddenStates, OnlineTeacher
+from jetspec.training.hidden_cache import (
+    HiddenCache,
+    HiddenStates,
+    OnlineTeacher,
+    RecordedTeacher,
+)
 from jetspec.training.optimizers import (
     clip_gradients,
+    clipped_apart,
     make_optimizers,
     set_learning_rate,
 )
+from jetspec.training.plans import Plan, Planner, made_ahead
 from jetspec.training.step import Distiller, Statistics, Window
 from jetspec.training.world import World
 
@@ -177,6 +183,7 @@ class Run:
             corpus.lengths, training, config, config.sequence_length if cuda else None
         )
         self.maker = BatchMaker(corpus, config, head.depth + 1, fixed_shape=cuda)
+        self.plan = Planner(corpus, self.schedule, self.maker, config, world, pinned=cuda)
         self.states = self._hidden_states()
         self.config_hash = content_hash(
             {
@@ -194,6 +201,7 @@ class Run:
                 part.compile()
         self.model = self._wrapped()
         self.optimizers = self._make_optimizers()
+        self._clipped = clipped_apart(head, self.distiller)
         self.curve: list[dict[str, float]] = []
         self.window = self._new_window()
         self.began = time.perf_counter()
@@ -218,48 +226,41 @@ class Run:
         total = self.schedule.total_steps
         done = self._resume() if resume else 0
         unchecked: Health | None = None
-        while done < total:
-            health = Health(done + 1, self._step(done))
-            done += 1
-            if self.device.type == "cuda":
-                # A GPU's result is read one step late, so that it never waits for the host.
-                self._check(unchecked)
-                unchecked = health
-            else:
-                self._check(health)
-            logs, estimates = (
-                done % every == 0 or done == total
-                for every in (self.config.log_every, self.config.estimate_every)
-            )
-            saves = done % self.config.checkpoint_every == 0 or done == total
-            if logs or estimates or saves:
-                self._check(unchecked)
-                unchecked = None
-            if logs or estimates:
-                self._report(done, health.values(), estimates)
-            if saves:
-                self._save(done)
+        with made_ahead(self.plan, range(done, total), self.device) as plans:
+            for plan in plans:
+                health = Health(done + 1, self._step(done, plan))
+                done += 1
+                if self.device.type == "cuda":
+                    # A GPU's result is read one step late, so that it never waits for the host.
+                    self._check(unchecked)
+                    unchecked = health
+                else:
+                    self._check(health)
+                logs, estimates = (
+                    done % every == 0 or done == total
+                    for every in (self.config.log_every, self.config.estimate_every)
+                )
+                saves = done % self.config.checkpoint_every == 0 or done == total
+                if logs or estimates or saves:
+                    self._check(unchecked)
+                    unchecked = None
+                if logs or estimates:
+                    self._report(done, health.values(), estimates)
+                if saves:
+                    self._save(done)
         return done
 
-    def _step(self, step: int) -> Tensor:
+    def _step(self, step: int, plan: Plan) -> Tensor:
         """One optimizer step; returns [loss sum, gradient norm] without reading them."""
         config, world = self.config, self.world
-        rows = sorted(self.schedule.rows(step), key=self._length, reverse=True)
-        drawn = [self.maker.draw(step, row) for row in rows]
-        weight = sum(map(self.maker.weight, rows, drawn))
-        size = min(config.micro_batch_size, math.ceil(len(rows) / world.size))
-        micro = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
-        rounds = math.ceil(len(micro) / world.size)  # every rank synchronises equally often
-        mine = micro[world.rank :: world.size]
-        mine += [slice(0, 0)] * (rounds - len(mine))
         statistics = Statistics.zero(self.maker.depth, self.device)
-        for index, part in enumerate(mine):
-            batch = self.maker.make(rows[part], drawn[part]).to(self.device)
+        for count, made in enumerate(plan.batches, start=1):
+            batch = made.to(self.device)
             taps, hidden = self.states(batch)
-            with self._synchronised(index == rounds - 1), self._autocast():
+            with self._synchronised(count == len(plan.batches)), self._autocast():
                 loss, sums = self.model(batch, taps, hidden)
                 # Gradients are averaged over ranks, the loss is a mean over the whole step.
-                (loss * (world.size / weight)).backward()
+                (loss * (world.size / plan.weight)).backward()
             statistics += Statistics(sums)
         rate = learning_rate(config, step, self.schedule.total_steps)
         set_learning_rate(self.optimizers, rate)
@@ -268,8 +269,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         sums = world.sum(statistics.sums)
-        slots = sum(map(self.maker.slots, rows, drawn))
-        self.window.add(sums, weight, sum(map(self._length, rows)), slots)
+        self.window.add(sums, plan.weight, plan.tokens, plan.slots)
         return torch.stack([sums[..., 0], norm.to(sums.dtype)])
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -282,7 +282,7 @@ class Run:
         )
 
     def _clip(self) -> Tensor:
-        return clip_gradients(self.head, self.distiller, self.config.clip_norm)
+        return clip_gradients(self._clipped, self.config.clip_norm)
 
     def _check(self, health: Health | None) -> None:
         if health is not None and not bool(torch.isfinite(health.values()).all()):
@@ -353,11 +353,11 @@ class Run:
     def _new_window(self) -> Window:
         return Window(Statistics.zero(self.maker.depth, self.device).sums)
 
-    def _length(self, row: tuple[int, ...]) -> int:
-        return int(self.corpus.lengths[np.asarray(row)].sum())
-
     def _hidden_states(self) -> HiddenStates:
         if self.config.hidden_states == "online":
+            shape = self.config.micro_batch_size, self.config.sequence_length
+            if RecordedTeacher.pays(self.target, math.prod(shape)):
+                return RecordedTeacher(self.target, self.head.taps, shape)
             return OnlineTeacher(self.target, self.head.taps)
         return HiddenCache(
             self.corpus,

@@ -87,19 +87,30 @@ def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) 
             group["lr"] = rate * group[RATIO]
 
 
-def clip_gradients(head: DraftHead, module: nn.Module, largest: float) -> Tensor:
-    """Bring the gradients' norm down to `largest`, path scores and the rest each by itself.
+Parts = tuple[list[nn.Parameter], list[nn.Parameter]]
+
+
+def clipped_apart(head: DraftHead, module: nn.Module) -> Parts:
+    """(the rest, path scores) of what is trained of `module`, whose `head` is `head`.
 
     The large gradients of fresh path scores must not shrink the backbone's steps.
+    """
+    path = {id(p) for p in head.path_parameters()}
+    parts: Parts = ([], [])
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parts[id(parameter) in path].append(parameter)
+    return parts
+
+
+def clip_gradients(parts: Parts, largest: float) -> Tensor:
+    """Bring the norm of the gradients of each of `parts` down to `largest`.
 
     Returns:
         the norm of them all before.
     """
-    path = {id(p) for p in head.path_parameters()}
-    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for parameter in module.parameters():
-        if parameter.grad is not None:  # a frozen part has a norm on no device
-            parts[id(parameter) in path].append(parameter)
-    norms = [nn.utils.clip_grad_norm_(part, largest) for part in parts if part]
+    # A part without gradients has a norm on no device.
+    found = [[p for p in part if p.grad is not None] for part in parts]
+    norms = [nn.utils.clip_grad_norm_(part, largest) for part in found if part]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return torch.linalg.vector_norm(torch.stack(whole))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ class Statistics:
         sums: fp32 [2 + 2 D]: weighted loss, weighted edge loss, then per depth the slots whose
             best token is the teacher's, and the slots.
     """
+
+    EDGE: ClassVar[int] = 1
+    """Where in `sums` the edge loss stands."""
 
     sums: Tensor
 

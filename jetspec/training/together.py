@@ -33,7 +33,7 @@ from jetspec.training.checkpoints import (
 )
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.loop import Health, Report, Run, TrainResult, freeze_backbone, not_finite
-from jetspec.training.optimizers import clip_gradients, make_optimizers
+from jetspec.training.optimizers import clip_gradients, clipped_apart, make_optimizers
 from jetspec.training.stage import (
     align_weights,
     distil_head,
@@ -226,8 +226,10 @@ class HeadsTogether(DraftHead):
         )
         paths = [path_loss(head, first, teacher_hidden, target, config) for head in self.members]
         slots, hits = first.found.loss, first.found.hits
-        rows = [Statistics.of(batch, slots, path, hits).sums for path in paths]
-        return config.edge_weight * torch.stack(paths).sum(), torch.stack(rows)
+        edges = torch.stack(paths)
+        sums = Statistics.of(batch, slots, edges.new_zeros(()), hits).sums.repeat(len(paths), 1)
+        sums[:, Statistics.EDGE] = edges.detach()
+        return config.edge_weight * edges.sum(), sums
 
 
 class _RunTogether(Run):
@@ -252,6 +254,7 @@ class _RunTogether(Run):
         head = HeadsTogether([member.head for member in members])
         super().__init__(members[0].config, head, target, samples, directory, World(), report)
         self.config_hash = whole
+        self._parts = [clipped_apart(member.head, member.head) for member in members]
 
     def results(self) -> Iterator[tuple[str, TrainResult]]:
         """(key, finished run) of every member that is not lost; an equal share of the seconds."""
@@ -275,7 +278,7 @@ class _RunTogether(Run):
 
     def _clip(self) -> Tensor:
         largest = self.config.clip_norm
-        return torch.stack([clip_gradients(m.head, m.head, largest) for m in self.members])
+        return torch.stack([clip_gradients(parts, largest) for parts in self._parts])
 
     def _check(self, health: Health | None) -> None:
         if health is None:
