@@ -56,15 +56,17 @@ def regenerate(
     from jetspec.generation.progress import progress_bar
     from jetspec.generation.regenerate import prepare
     from jetspec.generation.regenerate import regenerate as make
+    from jetspec.kept import keeping
     from jetspec.peers import join_peers
 
-    with (
-        join_peers() as peers,
-        nullcontext() if as_json or peers.rank else progress_bar() as listen,
-    ):
-        manifest = make(config, on_progress=listen, peers=peers)
-    if peers.rank == 0:
-        show_samples(prepare(config).uri, manifest, as_json)
+    with keeping():  # the prompts, which are loaded again to say where their answers lie
+        with (
+            join_peers() as peers,
+            nullcontext() if as_json or peers.rank else progress_bar() as listen,
+        ):
+            manifest = make(config, on_progress=listen, peers=peers)
+        if peers.rank == 0:
+            show_samples(prepare(config).uri, manifest, as_json)
 
 
 @app.command()

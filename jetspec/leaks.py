@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def find_leaks(train: Sequence["Prompt"], held_out: Sequence["Prompt"]) -> LeakR
     User turns are compared, nothing else: any training turn with the opening turn of an evaluation
     prompt for equality (later ones are often just "thanks"), and all with all for runs.
     """
-    known: dict[str, int] = {}
+    known = _Units()
     measured = _Texts(held_out, known)
     wordings = measured.common_runs()
     measured.cut(wordings)
@@ -93,6 +94,20 @@ def units_of(text: str) -> list[str]:
     return _UNITS.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
+class _Units(dict[str, int]):
+    """A number for every unit that was ever looked up, and by number its hash and its weight."""
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []
+        self.weights: list[int] = []
+
+    def __missing__(self, unit: str) -> int:
+        self[unit] = number = len(self)
+        self.hashes.append(_hash64(unit))
+        self.weights.append(_CHARACTER if _IS_CJK.match(unit) else _WORD)
+        return number
+
+
 class _Texts:
     """The user turns of some prompts as one array of unit hashes, and the runs in it.
 
@@ -100,7 +115,7 @@ class _Texts:
         owners: prompt index of each turn.
     """
 
-    def __init__(self, prompts: Sequence["Prompt"], known: dict[str, int]) -> None:
+    def __init__(self, prompts: Sequence["Prompt"], known: _Units) -> None:
         self.prompts = len(prompts)
         self.owners: list[int] = []
         self._units: list[str] = []
@@ -112,26 +127,22 @@ class _Texts:
                     self.owners.append(index)
                     lengths.append(len(units))
                     self._units.extend(units)
-        for unit in self._units:
-            if unit not in known:
-                known[unit] = _hash64(unit)
-        values = np.fromiter((known[u] for u in self._units), np.uint64, len(self._units))
+        numbers = np.fromiter(map(known.__getitem__, self._units), np.int64, len(self._units))
+        values = np.array(known.hashes, dtype=np.uint64)[numbers]
+        weights = np.array(known.weights, dtype=np.int64)[numbers]
         self._ends = np.cumsum(np.array(lengths, dtype=np.int64))
         self._turns = np.repeat(np.arange(len(lengths)), lengths)
         self._covered = np.zeros(len(values) + 1, dtype=np.int64)
-        self._hashes, self._starts, self._stops = self._runs(values)
+        self._hashes, self._starts, self._stops = self._runs(values, weights)
 
     def _runs(
-        self, values: NDArray[np.uint64]
+        self, values: NDArray[np.uint64], weights: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
         """Hash, start and stop of the shortest complete run from each unit, within its turn.
 
         hash(i, j) = sum over k in [i, j) of value_k · base^(k - i), modulo 2^64.
         """
         count = len(values)
-        weights = np.fromiter(
-            (_CHARACTER if _IS_CJK.match(u) else _WORD for u in self._units), np.int64, count
-        )
         weight_before = np.concatenate(([0], np.cumsum(weights)))
         starts = np.arange(count)
         stops = np.searchsorted(weight_before, weight_before[:-1] + _RUN, side="left")
@@ -186,12 +197,13 @@ class _Texts:
     def turn_texts(self) -> list[tuple[str, str]]:
         """Each turn's units, all of them and those outside wordings."""
         texts, start = [], 0
-        for end in self._ends.tolist():
-            covered = self._covered[start:end]
+        before = np.append(0, np.cumsum(self._covered))
+        touched = np.diff(before[self._ends], prepend=0).tolist()
+        for end, hidden_units in zip(self._ends.tolist(), touched, strict=True):
             units = self._units[start:end]
             whole = rest = " ".join(units)
-            if covered.any():
-                rest = " ".join(u for u, hidden in zip(units, covered, strict=True) if not hidden)
+            if hidden_units:
+                rest = " ".join(compress(units, (self._covered[start:end] == 0).tolist()))
             texts.append((whole, rest))
             start = end
         return texts

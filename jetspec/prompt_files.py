@@ -51,6 +51,15 @@ def read_rows(uri: str, field: str, presets: Sequence[str] = ()) -> Iterator[dic
             raise JetspecError(field, where, "empty file; add prompts to it")
 
 
+def file_marks(uri: str) -> list[tuple[str, str]]:
+    """(name, mark) of the files behind `uri`; a mark changes with what its store says of a file."""
+    fs, path = filesystem(uri)
+    try:
+        return [(name, str(fs.ukey(name))) for name in _expand(fs, path)]
+    except Exception:  # every store has its own classes; whoever reads it says what is wrong
+        return []
+
+
 def rows_of_lines(lines: Iterable[bytes] | IO[bytes], where: str) -> Iterator[dict[str, Any]]:
     """The JSON objects of `lines`; blank lines are passed over.
 

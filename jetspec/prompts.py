@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from jetspec.errors import JetspecError
+from jetspec.kept import kept
 from jetspec.leaks import LeakReport, find_leaks
-from jetspec.prompt_files import messages_of, read_rows, rows_of_lines
+from jetspec.prompt_files import file_marks, messages_of, read_rows, rows_of_lines
 from jetspec.prompt_presets import PRESETS, read_preset
 from jetspec.settings import Settings
 from jetspec.storage import content_hash
@@ -93,6 +94,12 @@ def load_prompts(config: PromptsConfig) -> PromptSet:
     Raises:
         JetspecError: a source cannot be read, a row is malformed, or nothing is left to train on.
     """
+    own = [s.source for s in (*config.train, *config.eval) if s.source not in (*PRESETS, "bundled")]
+    marks = [file_marks(uri) for uri in own]
+    return kept("prompts", (config.model_dump_json(), marks), lambda: _load_prompts(config))
+
+
+def _load_prompts(config: PromptsConfig) -> PromptSet:
     held_out, repeated_held_out = _distinct(_load_all(config.eval, config.seed, "prompts.eval"))
     loaded, repeated = _distinct(_load_all(config.train, config.seed, "prompts.train"))
     leaks = find_leaks(loaded, held_out)

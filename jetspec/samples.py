@@ -8,11 +8,13 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jetspec.errors import JetspecError
@@ -34,6 +36,9 @@ SCHEMA = pa.schema(
         pa.field("sample_index", pa.int32(), nullable=False),
     ]
 )
+
+_FLAGS = pa.array([0, 1], pa.int8())
+_TRAINED_ON = ("id", "prompt_id", "status", "input_ids", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,46 @@ class Sample:
     input_ids: list[int]
     loss_mask: list[int]
     sample_index: int
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """What training reads of N samples, in flat arrays: no object a token.
+
+    Attributes:
+        ids, prompt_ids: as a sample's.
+        tokens: int32 [total]; mask: int8 [total], its loss mask.
+        offsets: int64 [N + 1], where each sample begins.
+    """
+
+    ids: tuple[str, ...]
+    prompt_ids: tuple[str, ...]
+    tokens: np.ndarray
+    mask: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, samples: Sequence[Any]) -> "SampleColumns":
+        """Samples in memory: anything with `id`, `prompt_id`, `input_ids` and `loss_mask`.
+
+        Raises:
+            JetspecError: a sample whose mask and tokens differ in length.
+        """
+        for sample in samples:
+            if len(sample.input_ids) != len(sample.loss_mask):
+                raise JetspecError(
+                    "samples", sample.id, "loss_mask and input_ids differ in length; regenerate"
+                )
+        return cls(
+            ids=tuple(sample.id for sample in samples),
+            prompt_ids=tuple(sample.prompt_id for sample in samples),
+            tokens=_joined([np.asarray(s.input_ids, np.int32) for s in samples], np.int32),
+            mask=_joined([np.asarray(s.loss_mask, np.int8) for s in samples], np.int8),
+            offsets=_offsets([np.array([len(s.input_ids) for s in samples], np.int64)]),
+        )
 
 
 def sample_id(
@@ -114,13 +159,13 @@ class SampleWriter:
         Raises:
             JetspecError: the directory cannot be written.
         """
-        for sample in samples:
-            if (reason := _fault(sample)) is not None:
-                raise ValueError(f"sample {sample.id}: {reason}")
+        table = _table(samples)
+        if (fault := _fault(table)) is not None:
+            raise ValueError(f"sample {fault[0]}: {fault[1]}")
         if self.is_written(index):
             return self.uri(index)
         buffer = io.BytesIO()
-        pq.write_table(_table(samples), buffer, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
         with atomic_write(self.uri(index)) as file:
             file.write(buffer.getvalue())
         return self.uri(index)
@@ -134,21 +179,34 @@ def read_samples(
     Raises:
         JetspecError: no shards, a corrupt one (named), or one id twice.
     """
-    samples: list[Sample] = []
-    seen: dict[str, str] = {}
-    for directory in directories:
-        names = [name for name in list_files(directory) if _SHARD.fullmatch(name)]
-        if not names:
-            raise JetspecError("samples", directory, "no sample shards; run regeneration first")
-        for shard in (join(directory, name) for name in names):
-            for sample in read_shard(shard):
-                if sample.id in seen:
-                    mend = f"holds id {sample.id[:12]} of {seen[sample.id]} again; regenerate"
-                    raise JetspecError("samples", shard, mend)
-                seen[sample.id] = shard
-                if sample.status in statuses:
-                    samples.append(sample)
-    return samples
+    tables = _read_all(directories, statuses, SCHEMA.names)
+    return [_sample(row) for table in tables for row in table.to_pylist()]
+
+
+def read_columns(
+    *directories: str, statuses: Sequence[Status] = ("ok", "truncated")
+) -> SampleColumns:
+    """The same samples as `read_samples` gives, as columns: many times faster and smaller.
+
+    Raises:
+        JetspecError: as `read_samples`.
+    """
+    ids: list[str] = []
+    prompt_ids: list[str] = []
+    tokens, mask, lengths = [], [], []
+    for table in _read_all(directories, statuses, _TRAINED_ON):
+        ids += table["id"].to_pylist()
+        prompt_ids += table["prompt_id"].to_pylist()
+        tokens.append(pc.list_flatten(table["input_ids"]).to_numpy())
+        mask.append(pc.list_flatten(table["loss_mask"]).to_numpy())
+        lengths.append(pc.list_value_length(table["input_ids"]).to_numpy())
+    return SampleColumns(
+        ids=tuple(ids),
+        prompt_ids=tuple(prompt_ids),
+        tokens=_joined(tokens, np.int32),
+        mask=_joined(mask, np.int8),
+        offsets=_offsets(lengths),
+    )
 
 
 def read_shard(uri: str) -> list[Sample]:
@@ -157,23 +215,46 @@ def read_shard(uri: str) -> list[Sample]:
     Raises:
         JetspecError: the file is missing, damaged, or not a sample shard.
     """
+    return [_sample(row) for row in _read_table(uri, SCHEMA.names).to_pylist()]
+
+
+def _read_all(
+    directories: Sequence[str], statuses: Sequence[Status], columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """The rows of every shard with one of `statuses`."""
+    seen: dict[str, str] = {}
+    for directory in directories:
+        names = [name for name in list_files(directory) if _SHARD.fullmatch(name)]
+        if not names:
+            raise JetspecError("samples", directory, "no sample shards; run regeneration first")
+        for shard in (join(directory, name) for name in names):
+            table = _read_table(shard, columns)
+            for id in table["id"].to_pylist():
+                if id in seen:
+                    mend = f"holds id {id[:12]} of {seen[id]} again; regenerate"
+                    raise JetspecError("samples", shard, mend)
+                seen[id] = shard
+            yield table.filter(pc.is_in(table["status"], pa.array(statuses, pa.string())))
+
+
+def _read_table(uri: str, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a shard, every sample found to be without fault."""
     fs, path = filesystem(uri)
     try:
         with fs.open(path, "rb") as file:
-            table = pq.read_table(io.BytesIO(file.read()), page_checksum_verification=True)
+            shard = pq.ParquetFile(io.BytesIO(file.read()), page_checksum_verification=True)
+            table = shard.read(columns=list(columns)) if shard.schema_arrow.equals(SCHEMA) else None
     except FileNotFoundError as error:
         raise JetspecError("samples", uri, "not found; check the path") from error
     except (pa.ArrowException, OSError) as error:
         raise JetspecError(
             "samples", uri, "corrupt shard; delete it and run regeneration again"
         ) from error
-    if not table.schema.equals(SCHEMA):
+    if table is None:
         raise JetspecError("samples", uri, "not a sample shard: its columns differ")
-    samples = [_sample(row) for row in table.to_pylist()]
-    for sample in samples:
-        if (reason := _fault(sample)) is not None:
-            raise JetspecError("samples", uri, f"sample {sample.id[:12]}: {reason}; regenerate")
-    return samples
+    if (fault := _fault(table)) is not None:
+        raise JetspecError("samples", uri, f"sample {fault[0][:12]}: {fault[1]}; regenerate")
+    return table
 
 
 def samples_hash(samples: Sequence[Sample]) -> str:
@@ -228,14 +309,37 @@ class Accounting:
         return (self.in_, self.ok, self.truncated, self.looping, self.failed, self.skipped)
 
 
-def _fault(sample: Sample) -> str | None:
-    if sample.status not in STATUSES:
-        return f"unknown status {sample.status!r}"
-    if len(sample.input_ids) != len(sample.loss_mask):
-        return f"{len(sample.input_ids)} tokens but {len(sample.loss_mask)} mask entries"
-    if not set(sample.loss_mask) <= {0, 1}:
-        return "its loss mask holds other values than 0 and 1"
+def _fault(table: pa.Table) -> tuple[str, str] | None:
+    """(id, what is wrong) of the first sample that contradicts itself."""
+    unknown = pc.invert(pc.is_in(table["status"], pa.array(STATUSES)))
+    if (row := pc.index(unknown, True).as_py()) >= 0:
+        return table["id"][row].as_py(), f"unknown status {table['status'][row].as_py()!r}"
+    tokens, mask = (
+        pc.list_value_length(table[name]).to_numpy() for name in ("input_ids", "loss_mask")
+    )
+    if len(rows := np.flatnonzero(tokens != mask)):
+        reason = f"{tokens[rows[0]]} tokens but {mask[rows[0]]} mask entries"
+        return table["id"][int(rows[0])].as_py(), reason
+    values = pc.list_flatten(table["input_ids"])
+    flags = pc.list_flatten(table["loss_mask"])
+    checks = {
+        "a token is missing": pc.is_valid(values),
+        "its loss mask holds other values than 0 and 1": pc.is_in(flags, _FLAGS),
+    }
+    for reason, good in checks.items():
+        if (place := pc.index(good, False).as_py()) >= 0:
+            row = int(np.searchsorted(np.cumsum(tokens), place, side="right"))
+            return table["id"][row].as_py(), reason
     return None
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)
+
+
+def _offsets(lengths: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 [N + 1] from the lengths of N samples, in parts."""
+    return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
 
 
 def _table(samples: Sequence[Sample]) -> pa.Table:

@@ -1,6 +1,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +11,9 @@ from jetspec.samples import (
     SCHEMA,
     Accounting,
     Sample,
+    SampleColumns,
     SampleWriter,
+    read_columns,
     read_samples,
     read_shard,
     sample_id,
@@ -99,10 +102,46 @@ def test_a_shard_killed_in_the_middle_does_not_exist(tmp_path, monkeypatch):
 
 
 def refusal(uri: str) -> str:
-    with pytest.raises(JetspecError) as caught:
-        read_samples(uri)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    lines = set()
+    for reader in (read_samples, read_columns):
+        with pytest.raises(JetspecError) as caught:
+            reader(uri)
+        lines.add(str(caught.value))
+    (line,) = lines
+    assert "\n" not in line
+    return line
+
+
+def test_columns_are_the_samples_of_several_shards_and_directories(tmp_path):
+    lengths = iter([3, 0, 5, 1, 4, 0, 2, 6])
+    directories = [str(tmp_path / name) for name in ("one", "two")]
+    for start, directory in zip((0, 4), directories, strict=True):
+        for shard in (0, 1):
+            names = "abcdefgh"[start + 2 * shard :][:2]
+            made = []
+            for place, name in enumerate(names):
+                length = next(lengths)
+                tokens = [ord(name) + i for i in range(length)]
+                mask = [i % 2 for i in range(length)]
+                status = ("ok", "looping", "truncated")[(start + shard + place) % 3]
+                made.append(sample(name, status, input_ids=tokens, loss_mask=mask))
+            SampleWriter(directory).write(shard, made)
+        SampleWriter(directory).write(2, [])
+    for statuses in (("ok", "truncated"), ("ok", "truncated", "looping"), ("looping",)):
+        found = read_columns(*directories, statuses=statuses)
+        expected = SampleColumns.of(read_samples(*directories, statuses=statuses))
+        assert len(found) == len(expected) > 1
+        assert (found.ids, found.prompt_ids) == (expected.ids, expected.prompt_ids)
+        for name in ("tokens", "mask", "offsets"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+
+
+def test_a_token_that_is_missing_is_refused(tmp_path):
+    row = {**dataclasses.asdict(sample("a")), "input_ids": [1, None, 3]}
+    row["messages"] = list(row["messages"])
+    pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), tmp_path / shard_name(0))
+    assert "aaaa" in refusal(str(tmp_path))
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: b"", lambda d: d[:50] + d[51:]])

@@ -146,6 +146,30 @@ def test_long_samples_are_cut_and_counted():
     assert c.anchors(0).tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("cut", [100, 6])
+def test_flat_arrays_say_what_each_sample_alone_says(cut, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_TOGETHER", 7)
+    random = np.random.default_rng(0)
+    sizes = [*random.integers(0, 12, 60), 0]
+    masks = [random.integers(0, 2, size).repeat(random.integers(1, 4)) for size in sizes]
+    texts = ["".join("x" if flag else "." for flag in mask) for mask in masks]
+    c = corpus(*texts, cut=cut)
+    usable = []
+    for index, text in enumerate(texts):
+        text = text[:cut]
+        own = slice(*c.offsets[index : index + 2])
+        assert c.tokens[own].tolist() == [10 * (index + 1) + i for i in range(len(text))]
+        ends = [(text + ".").index(".", i) - 1 if text[i] == "x" else -1 for i in range(len(text))]
+        assert c.run_ends[own].tolist() == ends
+        if any(end > place >= 1 for place, end in enumerate(ends)):
+            usable.append(index)
+    assert c.lengths.tolist() == [len(text[:cut]) for text in texts]
+    assert c.cut == sum(len(text) > cut for text in texts)
+    assert (c.tokens.dtype, c.run_ends.dtype, c.offsets.dtype) == (np.int32, np.int32, np.int64)
+    training, heldout = c.split(0.3)
+    assert sorted([*training, *heldout]) == usable
+
+
 def test_split_is_by_prompt_and_stable_when_samples_are_added():
     masks = ["..xxx"] * 20
     c = corpus(*masks)

@@ -54,7 +54,7 @@ def fingerprint(directory: str | Path, cache_dir: str | Path | None = None) -> s
             "generation_config": _stable(_json(root / "generation_config.json") or {}),
             "tokenizer": tokenizer,
             "chat_template": _chat_template(root, tokenizer_config),
-            "weights": {path.name: _cached_sha256(path, cache_dir) for path in weights},
+            "weights": {path.name: cached_sha256(path, cache_dir) for path in weights},
         }
     )
 
@@ -115,7 +115,8 @@ def _json(path: Path) -> Any:
         raise JetspecError("target.source", path, f"not valid JSON ({error})") from error
 
 
-def _cached_sha256(path: Path, cache_dir: str | Path | None) -> str:
+def cached_sha256(path: Path, cache_dir: str | Path | None) -> str:
+    """A file's sha256, read again only when its size or times differ from those in the cache."""
     if cache_dir is None:
         return sha256_file(str(path))
     stat = path.stat()

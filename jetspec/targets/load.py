@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from jetspec.errors import JetspecError
+from jetspec.kept import kept
 from jetspec.storage import content_hash
 from jetspec.targets.config import TargetConfig
 from jetspec.targets.embedded import NAME, embedded_directory
@@ -24,21 +25,27 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def load_target(config: TargetConfig) -> Target:
-    """The frozen target of a run.
+    """The frozen target of a run; where runs keep it between them, the same object again.
 
     Raises:
         JetspecError: the source cannot be found, is partial or damaged, or does not fit the
             reference path; one line each.
     """
+    directory, name = target_directory(config)
+    mark = _fingerprint(directory, config)
+    key = config.model_dump_json(), mark
+    return kept("target", key, lambda: _load(config, directory, name, mark))
+
+
+def _load(config: TargetConfig, directory: Path, name: str, mark: str) -> Target:
     device = resolve_device(config)
     dtype = resolve_dtype(config, device)
-    directory, name = target_directory(config)
     with quiet():
         tokenizer = _load_tokenizer(directory)
         model = _load_model(directory, dtype).to(device)
     if config.weights == "fp8":
         to_fp8(model, name)
-    target = Target(model, tokenizer, name, _fingerprint(directory, config))
+    target = Target(model, tokenizer, name, mark)
     if len(tokenizer) > target.vocab_size:
         raise JetspecError(
             "target.source",
@@ -68,7 +75,13 @@ def target_fingerprint(config: TargetConfig) -> str:
 
 def _fingerprint(directory: Path, config: TargetConfig) -> str:
     """Of the files; rounded weights are another target."""
-    of_files = fingerprint(directory, cache_root(config))
+    files = [(path.name, path.stat()) for path in sorted(directory.iterdir()) if path.exists()]
+    facts = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files]
+    of_files = kept(
+        "fingerprint",
+        (str(directory), facts),
+        lambda: fingerprint(directory, cache_root(config)),
+    )
     if config.weights == "own":
         return of_files
     return content_hash({"target": of_files, "weights": config.weights})

@@ -7,6 +7,7 @@ workers see the same batches.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -14,9 +15,14 @@ import numpy as np
 import torch
 
 from jetspec.errors import JetspecError
+from jetspec.samples import SampleColumns
 from jetspec.training.blocks import Batch, plan_chunks
 from jetspec.training.config import TrainingConfig
 
+TrainingSamples = SampleColumns | Sequence[Any]
+"""Columns, or samples with `id`, `prompt_id`, `input_ids` and `loss_mask`."""
+
+_TOGETHER = 4096  # samples looked at together: arrays of a few megabytes
 _WINDOW = 1024  # samples packed into rows together: enough to fill rows, few enough to stay mixed
 
 
@@ -40,33 +46,34 @@ class Corpus:
     cut: int
 
     @classmethod
-    def from_samples(cls, samples: Sequence[Any], sequence_length: int) -> "Corpus":
-        """Samples (`id`, `prompt_id`, `input_ids`, `loss_mask`) as a corpus.
+    def from_samples(cls, samples: TrainingSamples, sequence_length: int) -> "Corpus":
+        """Samples as a corpus; the tokens of columns that nothing is cut from are shared.
 
         Raises:
             JetspecError: a sample whose mask and tokens differ in length.
         """
-        tokens, ends, offsets = [], [], [0]
-        for sample in samples:
-            if len(sample.input_ids) != len(sample.loss_mask):
-                raise JetspecError(
-                    "samples", sample.id, "loss_mask and input_ids differ in length; regenerate"
-                )
-            ids = np.asarray(sample.input_ids[:sequence_length], dtype=np.int32)
-            tokens.append(ids)
-            ends.append(_run_ends(np.asarray(sample.loss_mask[:sequence_length], dtype=np.int32)))
-            offsets.append(offsets[-1] + len(ids))
+        columns = samples if isinstance(samples, SampleColumns) else SampleColumns.of(samples)
+        tokens, mask, offsets = columns.tokens, columns.mask, columns.offsets
+        long = np.diff(offsets) > sequence_length
+        if long.any():
+            begins = offsets[:-1]
+            ends = np.minimum(offsets[1:], begins + sequence_length)
+            kept = [slice(*pair) for pair in zip(begins.tolist(), ends.tolist(), strict=True)]
+            tokens = np.concatenate([tokens[part] for part in kept])
+            mask = np.concatenate([mask[part] for part in kept])
+            offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), ends - begins]))
         return cls(
-            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            run_ends=np.concatenate(ends) if ends else np.zeros(0, np.int32),
-            offsets=np.asarray(offsets, dtype=np.int64),
-            ids=tuple(sample.id for sample in samples),
-            prompt_ids=tuple(sample.prompt_id for sample in samples),
-            cut=sum(len(sample.input_ids) > sequence_length for sample in samples),
+            tokens=tokens,
+            run_ends=_run_ends(mask, offsets),
+            offsets=offsets,
+            ids=columns.ids,
+            prompt_ids=columns.prompt_ids,
+            cut=int(long.sum()),
         )
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
+        """int64 [N]."""
         return np.diff(self.offsets)
 
     def anchors(self, index: int) -> np.ndarray:
@@ -74,6 +81,17 @@ class Corpus:
         ends = self.run_ends[self.offsets[index] : self.offsets[index + 1]]
         places = np.arange(len(ends))
         return np.flatnonzero((ends > places) & (places >= 1))
+
+    def _with_anchors(self) -> np.ndarray:
+        """Indices of the samples that have an anchor."""
+        found = []
+        for begin in range(0, len(self.ids), _TOGETHER):
+            offsets = self.offsets[begin : begin + _TOGETHER + 1]
+            places = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+            ends = self.run_ends[offsets[0] : offsets[-1]]
+            anchors = np.append(0, np.cumsum((ends > places) & (places >= 1)))
+            found.append(np.flatnonzero(np.diff(anchors[offsets - offsets[0]])) + begin)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def split(self, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
         """Indices of (training, held-out) samples, by prompt, stable when samples are added.
@@ -83,7 +101,7 @@ class Corpus:
         Raises:
             JetspecError: fewer than two prompts with an answer.
         """
-        usable = [i for i in range(len(self.ids)) if len(self.anchors(i))]
+        usable = self._with_anchors().tolist()
         prompts = sorted(
             {self.prompt_ids[i] for i in usable}, key=lambda p: sha256(p.encode()).hexdigest()
         )
@@ -100,15 +118,16 @@ class Corpus:
         return np.asarray(training), np.asarray(heldout)
 
 
-def _run_ends(mask: np.ndarray) -> np.ndarray:
-    """Index of the last 1 of every run of ones, at each of its places; -1 at zeros."""
-    length = len(mask)
-    if not length:
-        return mask
-    last = np.append(mask[1:] == 0, True) & (mask == 1)
-    ends = np.where(last, np.arange(length), length)
-    following = np.minimum.accumulate(ends[::-1])[::-1]
-    return np.where(mask == 1, following, -1).astype(np.int32)
+def _run_ends(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """`Corpus.run_ends` of N samples' masks [total], one behind the other."""
+    first = np.ones(len(mask), dtype=bool)  # of a run of equal flags within one sample
+    first[1:] = mask[1:] != mask[:-1]
+    first[offsets[:-1][np.diff(offsets) > 0]] = True
+    begins = np.flatnonzero(first)
+    ends = np.append(begins[1:], len(mask))[: len(begins)]
+    samples = np.searchsorted(offsets, begins, side="right") - 1
+    last = np.where(mask[begins] == 1, ends - 1 - offsets[samples], -1)
+    return np.repeat(last.astype(np.int32), ends - begins)
 
 
 class Schedule:

@@ -16,8 +16,9 @@ from jetspec.errors import JetspecError
 from jetspec.heads.config import HeadSettings
 from jetspec.heads.doctor import require_fit, training_record
 from jetspec.heads.registry import DraftHead, load_head, new_head, save_head
+from jetspec.kept import kept
 from jetspec.records import environment
-from jetspec.samples import read_samples
+from jetspec.samples import SampleColumns, read_columns
 from jetspec.stages import StageResult
 from jetspec.storage import (
     content_hash,
@@ -109,7 +110,7 @@ def distil_head(
         config.training,
         head,
         target,
-        read_samples(samples_uri, *config.training.more_samples),
+        training_samples(config, samples_uri),
         directory=checkpoints,
         world=world,
         report=report,
@@ -121,6 +122,17 @@ def distil_head(
         fs.rm(path, recursive=True)
     world.sum(torch.zeros(1, device=target.device))  # nobody leaves before the manifest is there
     return StageResult("head", stage.uri, stage.key, reused=False, facts=facts)
+
+
+def training_samples(config: RunConfig, samples_uri: str) -> SampleColumns:
+    """The run's samples and `training.more_samples`, of complete directories.
+
+    Raises:
+        JetspecError: one is not complete, or what `read_columns` raises.
+    """
+    uris = (samples_uri, *config.training.more_samples)
+    files = tuple(_files(uri, "samples") for uri in uris)
+    return kept("samples", (uris, files), lambda: read_columns(*uris))
 
 
 def align_weights(target: Target) -> None:
