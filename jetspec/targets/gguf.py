@@ -41,7 +41,7 @@ def converted_directory(gguf: Path, cache_dir: Path, name: str) -> Path:
             be written.
     """
     check_gguf(gguf)
-    key = cached_sha256(gguf, cache_dir)[:16]
+    key = cached_sha256(gguf, cache_dir.parent)[:16]
     return build_once(cache_dir / f"{name}-{key}-v{_CONVERSION}", lambda part: convert(gguf, part))
 
 

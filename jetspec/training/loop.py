@@ -8,7 +8,7 @@ steps of an unbroken one.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from jetspec.training.checkpoints import (
     save_checkpoint,
 )
 from jetspec.training.config import TrainingConfig
-from jetspec.training.corpus import BatchMaker, Corpus, Schedule
+from jetspec.training.corpus import BatchMaker, Corpus, Schedule, TrainingSamples
 from jetspec.training.hidden_cache import (
     HiddenCache,
     HiddenStates,
@@ -50,6 +50,13 @@ _COMPILED_STEPS = 500
 """A run that is shorter ends before its compiled layers have paid for their compilation."""
 
 Report = Callable[[int, dict[str, float]], None]
+
+
+class Stop(Exception):
+    """Raised by a report, on every rank: training ends with a checkpoint of the step reported.
+
+    A later call goes on from there.
+    """
 
 
 @dataclass
@@ -88,7 +95,7 @@ def train(
     config: TrainingConfig,
     head: DraftHead,
     target: Target,
-    samples: Sequence[Any],
+    samples: TrainingSamples,
     *,
     directory: str,
     world: World = World(),
@@ -99,7 +106,6 @@ def train(
 
     Args:
         head: fp32 weights on the target's device; changed in place unless it is sharded.
-        samples: `id`, `prompt_id`, `input_ids`, `loss_mask`.
         directory: where checkpoints go, and where a run that was broken off is taken up again.
         report: called on every rank at the same steps with the same metrics (rates apart).
 
@@ -161,7 +167,7 @@ class Run:
         config: TrainingConfig,
         head: DraftHead,
         target: Target,
-        samples: Sequence[Any],
+        samples: TrainingSamples,
         directory: str,
         world: World,
         report: Report,
@@ -245,7 +251,12 @@ class Run:
                     self._check(unchecked)
                     unchecked = None
                 if logs or estimates:
-                    self._report(done, health.values(), estimates)
+                    try:
+                        self._report(done, health.values(), estimates)
+                    except Stop:
+                        if done < total:
+                            self._save(done)
+                            raise
                 if saves:
                     self._save(done)
         return done

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from jetspec.errors import JetspecError
 from jetspec.heads.config import PARALLEL
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead
-from jetspec.samples import read_samples
 from jetspec.stages import StageResult
 from jetspec.storage import atomic_write, content_hash, filesystem, join, stage_uri
 from jetspec.targets.load import load_target
@@ -32,6 +31,7 @@ from jetspec.training.checkpoints import (
     step_directory,
 )
 from jetspec.training.config import LossConfig, TrainingConfig
+from jetspec.training.corpus import TrainingSamples
 from jetspec.training.loop import Health, Report, Run, TrainResult, freeze_backbone, not_finite
 from jetspec.training.optimizers import clip_gradients, clipped_apart, make_optimizers
 from jetspec.training.stage import (
@@ -39,6 +39,7 @@ from jetspec.training.stage import (
     distil_head,
     head_stage,
     starting_head,
+    training_samples,
     write_stage,
 )
 from jetspec.training.step import Statistics, Window, first_pass, path_loss
@@ -144,7 +145,7 @@ def _train(
     if not members:
         return lost
     directory = stage_uri(config.storage, "checkpoints", whole)
-    samples = read_samples(samples_uri, *config.training.more_samples)
+    samples = training_samples(config, samples_uri)
     together = _RunTogether(members, whole, target, samples, directory, report)
     keys = [member.key for member in members]
     for key, result in together.results():
@@ -244,7 +245,7 @@ class _RunTogether(Run):
         members: Sequence[_Member],
         whole: str,
         target: Target,
-        samples: Sequence[Any],
+        samples: TrainingSamples,
         directory: str,
         report: Report,
     ) -> None:
