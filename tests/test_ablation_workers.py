@@ -117,7 +117,7 @@ def made(monkeypatch) -> list:
             raise JetspecError("prompts.train", "no answers", "give files with answers")
         return StageResult("samples", "there", "k", False)
 
-    def make_member(plan, name, run, start, samples):
+    def make_member(plan, name, run, start, samples, stop_at=None):
         done.append((name, start))
         return Outcome((), {"head_uri": f"head of {name}"})
 
@@ -159,8 +159,23 @@ def test_time_that_is_up_leaves_the_rest_to_a_later_study(made) -> None:
     assert LOG[-1] == "closed" and not made
 
 
+def test_once_a_training_is_cut_nothing_is_begun_and_what_runs_goes_on(made, monkeypatch) -> None:
+    def make_member(plan, name, run, start, samples, stop_at=None):
+        made.append((name, start))
+        # The last asked is done first: this one is cut while two others run.
+        return None if name == "other" else Outcome((), {"head_uri": name})
+
+    monkeypatch.setattr(workers, "make_member", make_member)
+    found, told = side_by_side(plan_of(), stop_at=time.monotonic() + 60)
+    assert [name for name, _ in made] == ["other", "a.seed1", "a.seed0"]
+    failures = {name: outcome.failure for name, outcome in found.items()}
+    assert failures["a.seed0"] is failures["a.seed1"] is None
+    assert failures["other"] == failures["later.seed1"] == failures["deeper"] == OUT_OF_TIME
+    assert any("other is cut" in line for line in told)
+
+
 def test_a_failed_start_fails_what_starts_from_it_alone(made, monkeypatch) -> None:
-    def make_member(plan, name, run, start, samples):
+    def make_member(plan, name, run, start, samples, stop_at=None):
         if name == "a.seed1":
             raise MemoryError("no memory")
         return Outcome((), {"head_uri": name})

@@ -104,6 +104,31 @@ def test_resumed_run_equals_an_unbroken_one(
         assert torch.equal(resumed.head.state_dict()[name], tensor), name
 
 
+def test_a_report_that_stops_a_training_leaves_a_checkpoint_of_its_step(target, samples, tmp_path):
+    def stop(step, metrics):
+        if step == 5:
+            raise loop.Stop
+
+    config = settings(checkpoint_every=100)
+    whole = run(target, samples, tmp_path / "whole", config=config)
+    with pytest.raises(loop.Stop):
+        run(target, samples, tmp_path / "cut", config=config, report=stop)
+    seen = []
+    resumed = run(
+        target, samples, tmp_path / "cut", config=config, report=lambda s, m: seen.append(s)
+    )
+    assert seen[0] == 6 and comparable(resumed.curve) == comparable(whole.curve)
+    for name, tensor in whole.head.state_dict().items():
+        assert torch.equal(resumed.head.state_dict()[name], tensor), name
+    last = settings(epochs=2)  # 4 steps: one that has them all is not cut any more
+
+    def too_late(step, metrics):
+        if step == 4:
+            raise loop.Stop
+
+    assert run(target, samples, tmp_path / "done", config=last, report=too_late).steps == 4
+
+
 def optimized(target, **changes):
     head = tiny_head(target, block_size=5, edge_rank=2)
     module = torch.nn.ModuleDict({"head": head})

@@ -15,6 +15,7 @@ from jetspec.heads.doctor import training_record
 from jetspec.heads.registry import load_head, save_head
 from jetspec.storage import join, read_json, read_manifest, write_manifest
 from jetspec.training import together as training
+from jetspec.training.loop import Stop
 from jetspec.training.stage import distil_head
 from jetspec.training.step import first_pass
 from jetspec.training.together import distil_heads_together, shared_shape
@@ -116,25 +117,26 @@ def test_members_trained_together_are_those_trained_alone(world, monkeypatch) ->
     assert not list((world.root / "one" / "checkpoints").glob("*"))
 
 
-def test_a_group_that_was_cut_goes_on_with_those_that_are_missing(world) -> None:
+@pytest.mark.parametrize(("how", "first"), [(KeyboardInterrupt, 5), (Stop, 6)])
+def test_a_group_that_was_cut_goes_on_with_those_that_are_missing(world, how, first) -> None:
     names = ("markov", "fast", "own")
     whole = distil_heads_together(
-        runs_of(world.root, "whole", names), world.samples, warm_start=world.start
+        runs_of(world.root, f"whole{first}", names), world.samples, warm_start=world.start
     )
-    runs, seen = runs_of(world.root, "cut", names), []
+    runs, seen = runs_of(world.root, f"cut{first}", names), []
 
     def cut(step, metrics):
         if step == 5:
-            raise KeyboardInterrupt
+            raise how
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(how):
         distil_heads_together(runs, world.samples, warm_start=world.start, report=cut)
     distil_head(runs["fast"], world.samples, warm_start=world.start)  # made alone meanwhile
     made = distil_heads_together(
         runs, world.samples, warm_start=world.start,
         report=lambda step, metrics: seen.append((step, metrics)),
     )  # fmt: skip
-    assert seen[0][0] == 5, "it began again instead of resuming"
+    assert seen[0][0] == first, "it began again instead of resuming"
     assert {"edge_loss/markov", "edge_loss/own"} == {k for k in seen[0][1] if "/" in k}
     for name in ("markov", "own"):
         expected = weights(whole[name])
@@ -187,7 +189,7 @@ def test_what_differs_in_more_than_its_path_scores_is_no_member(world) -> None:
         distil_heads_together(mixed, world.samples, warm_start=world.start)
     heads = [tiny_head(world.target, seed=seed, edge_rank=2) for seed in (0, 1)]
     with pytest.raises(JetspecError, match="b: fc: its frozen weights are not the others'"):
-        training._share_backbone(*heads, "b")
+        training.share_backbone(*heads, "b")
 
 
 class PoolInThisProcess:

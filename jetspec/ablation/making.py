@@ -6,6 +6,8 @@ from typing import Any
 
 from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
+from jetspec.ablation.pool import tell_study
+from jetspec.ablation.progress import CellProgress, Tell, TrainingProgress
 from jetspec.config import RunConfig
 from jetspec.evaluation import matrix, replayed
 from jetspec.evaluation.matrix import evaluate, read_records
@@ -14,6 +16,7 @@ from jetspec.generation.corpus_text import corpus_samples
 from jetspec.generation.plan import prepare
 from jetspec.generation.regenerate import regenerate
 from jetspec.stages import StageResult
+from jetspec.training.loop import Stop
 from jetspec.training.stage import distil_head
 
 _FIGURES = ("tau_estimate", "steps", "parameters", "loss", "seconds")
@@ -40,20 +43,39 @@ def make_samples(plan: AblationConfig, member: str, run: RunConfig) -> StageResu
 
 
 def make_member(
-    plan: AblationConfig, member: str, run: RunConfig, start: str | None, samples: StageResult
-) -> Outcome:
+    plan: AblationConfig,
+    member: str,
+    run: RunConfig,
+    start: str | None,
+    samples: StageResult,
+    *,
+    tell: Tell = tell_study,
+    stop_at: float | None = None,
+) -> Outcome | None:
     """Train and measure one run of a variant.
 
     Args:
         start: the head that training starts from.
+        tell: told now and then how far it is.
+        stop_at: of `time.monotonic()`, when the training should have left a checkpoint.
+
+    Returns:
+        None if the time was up.
     """
-    head = distil_head(run, samples.uri, warm_start=start)
-    return outcome(plan, samples, head, measure(plan, run, head.uri))
+    report = TrainingProgress(run.training, tell, stop_at=stop_at)
+    try:
+        head = distil_head(run, samples.uri, warm_start=start, report=report)
+    except Stop:
+        return None
+    return outcome(plan, samples, head, measure(plan, run, head.uri, tell))
 
 
-def measure(plan: AblationConfig, run: RunConfig, head_uri: str) -> StageResult:
+def measure(
+    plan: AblationConfig, run: RunConfig, head_uri: str, tell: Tell = tell_study
+) -> StageResult:
     """The run's matrix, decoded or replayed."""
-    return replay(run, head_uri) if plan.measure == "replay" else evaluate(run, head_uri)
+    stage = replay if plan.measure == "replay" else evaluate
+    return stage(run, head_uri, on_progress=CellProgress(tell))
 
 
 def outcome(

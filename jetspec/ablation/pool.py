@@ -11,8 +11,20 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jetspec.errors import JetspecError
+from jetspec.kept import keeping
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"  # CUDA's own way to give a process one of several GPUs
+_study: Connection | None = None  # of a worker, to who asked for its task
+
+
+class _Told(str):
+    """Something that a task says while it goes on."""
+
+
+def tell_study(text: str) -> None:
+    """Say something to the study that asked for this process's task; elsewhere nobody listens."""
+    if _study is not None:
+        _study.send(_Told(text))
 
 
 class Pool:
@@ -24,6 +36,7 @@ class Pool:
 
     Attributes:
         running: tasks that are being done, by name.
+        heard: called with a task's name and what it tells (`tell_study`) while answers are awaited.
     """
 
     def __init__(self, size: int, *, threads: int = 1, gpus: Sequence[str] = ()) -> None:
@@ -32,6 +45,7 @@ class Pool:
         self._free = [gpus[i % len(gpus)] if gpus else None for i in range(size)]
         self._rested: list[_Worker] = []
         self.running: dict[str, _Worker] = {}
+        self.heard: Callable[[str, str], None] = lambda name, text: None
 
     @property
     def idle(self) -> bool:
@@ -53,21 +67,35 @@ class Pool:
         Args:
             stop_at: of `time.monotonic()`; none is returned if nothing is done by then.
         """
-        left = None if stop_at is None else max(0.0, stop_at - time.monotonic())
-        names = {worker.connection: name for name, worker in self.running.items()}
-        found = []
-        for ready in wait(list(names), left) if names else ():
-            name = names[ready]
-            worker = self.running.pop(name)
+        found: list[tuple[str, Any]] = []
+        while self.running and not found:
+            left = None if stop_at is None else max(0.0, stop_at - time.monotonic())
+            names = {worker.connection: name for name, worker in self.running.items()}
+            ready = wait(list(names), left)
+            if not ready:
+                break
+            found = self._received([names[connection] for connection in ready])
+        return found
+
+    def _received(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+        """The answers among what these tasks have sent, each one thing."""
+        found: list[tuple[str, Any]] = []
+        for name in names:
+            worker = self.running[name]
             try:
-                found.append((name, worker.connection.recv()))
-                self._rested.append(worker)
+                said = worker.connection.recv()
             except (EOFError, OSError):
                 worker.process.join()
                 code = worker.process.exitcode
-                lost = JetspecError("worker", f"exit code {code}", "died; run again to go on")
-                found.append((name, lost))
+                said = JetspecError("worker", f"exit code {code}", "died; run again to go on")
                 self._free.append(worker.gpu)
+            else:
+                if isinstance(said, _Told):
+                    self.heard(name, str(said))
+                    continue
+                self._rested.append(worker)
+            del self.running[name]
+            found.append((name, said))
         return found
 
     def close(self) -> None:
@@ -93,6 +121,13 @@ def _serve(connection: Connection, gpu: str | None, threads: int) -> None:
         os.environ[_VISIBLE] = gpu  # before CUDA is used in this process
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    global _study
+    _study = connection
+    with keeping():  # what the next task may ask for again
+        _take_tasks(connection)
+
+
+def _take_tasks(connection: Connection) -> None:
     while True:
         try:
             task, arguments = connection.recv()

@@ -7,6 +7,7 @@ A variant that fails becomes a row with its reason; the others go on.
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from jetspec import __version__, storage
@@ -19,6 +20,7 @@ from jetspec.ablation.workers import make_side_by_side
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
 from jetspec.heads.shipped import head_directory
+from jetspec.kept import keeping
 from jetspec.records import environment
 from jetspec.stages import StageResult
 
@@ -66,7 +68,8 @@ def run_ablation(
     if make is None and (jobs > 1 or stop_at is not None):
         made = make_side_by_side(plan, runs, jobs=jobs, stop_at=stop_at, start_of=start_of, say=say)
     else:
-        made = _one_by_one(plan, runs, make, start_of, say)
+        with keeping():
+            made = _one_by_one(plan, runs, make, start_of, say)
     if all(outcome.failure for outcome in made.values()):
         failures = "; ".join(f"{n}: {o.failure}" for n, o in made.items())
         raise JetspecError("ablations", f"all {len(runs)} variants failed", failures)
@@ -99,11 +102,18 @@ def _one_by_one(
                     lost |= _together({n: runs[n] for n in group.names}, group, start, samples, say)
                 if name in lost:
                     raise lost[name]
-                outcomes[name] = make_member(plan, name, run, start, samples)
+                tell = partial(_tell, say, name)
+                made = make_member(plan, name, run, start, samples, tell=tell)
+                assert made is not None  # its time is not limited
+                outcomes[name] = made
         except Exception as error:  # whatever one variant dies of must not end the others
             outcomes[name] = failed(error)
             say(f"variant {name} failed: {outcomes[name].failure}")
     return outcomes
+
+
+def _tell(say: Callable[[str], None], name: str, text: str) -> None:
+    say(f"{name}: {text}")
 
 
 def _together(
@@ -116,7 +126,7 @@ def _together(
     """Train a group's heads; what its members' training died of, by name."""
     say(group.title)
     try:
-        return train_together(members, start, samples)
+        return train_together(members, start, samples, tell=partial(_tell, say, group.title)) or {}
     except Exception as error:  # what ends them together may spare each of them alone
         say(f"{group.title}, failed: {failed(error).failure}; each is trained alone")
         return {}

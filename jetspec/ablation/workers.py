@@ -7,6 +7,7 @@ share lies on storage: one that dies loses its own variant alone, and a study th
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def make_side_by_side(
     """Make every run, `jobs` at a time.
 
     Args:
-        stop_at: of `time.monotonic()`, when what is not done is left to a later study.
+        stop_at: of `time.monotonic()`, when what is not done is left to a later study; trainings
+            end a little before, each with a checkpoint.
         start_of: (run, outcomes) -> the head that it starts from.
     """
     outcomes: dict[str, Outcome] = {}
@@ -56,6 +58,9 @@ def make_side_by_side(
         told = f"failed: {outcomes[name].failure}" if outcomes[name].failure else "done"
         tell(f"{name} {told} ({len(outcomes)} of {len(runs)})")
 
+    def heard(name: str, text: str) -> None:
+        tell(f"{name}: {text}")
+
     def settle_group(group: Group, made: Any) -> None:
         for name in group.names:
             del together[name]
@@ -68,9 +73,11 @@ def make_side_by_side(
             settle(name, error)
 
     pool = _pool(min(jobs, len(waiting)))
+    pool.heard = heard
+    over = False  # a training found that the time is up: nothing is begun any more
     try:
-        while waiting or pool.running:
-            for name in list(waiting):
+        while (waiting and not over) or pool.running:
+            for name in [] if over else list(waiting):
                 if not pool.idle:
                     break
                 if _must_wait(plan, name, runs, waiting, pool.running):
@@ -86,13 +93,18 @@ def make_side_by_side(
                     if group.title not in pool.running:
                         members = {member: runs[member] for member in group.names}
                         tell(f"{group.title}, begin")
-                        pool.ask(group.title, train_together, members, start, given)
+                        train = partial(train_together, stop_at=stop_at)
+                        pool.ask(group.title, train, members, start, given)
                     continue
                 waiting.remove(name)
                 tell(f"{name} begins")
-                pool.ask(name, make_member, plan, name, runs[name], start, given)
+                make = partial(make_member, stop_at=stop_at)
+                pool.ask(name, make, plan, name, runs[name], start, given)
             for name, made in pool.answers(stop_at):
-                if name in titles:
+                if made is None:
+                    tell(f"{name} is cut: {OUT_OF_TIME}")
+                    over = True
+                elif name in titles:
                     settle_group(titles[name], made)
                 else:
                     settle(name, made)
