@@ -136,6 +136,20 @@ def test_engines_are_kept_until_batch_temperature_or_length_ask_for_others(model
     assert made[5:] == [(2, 256)], "a broken engine was used again"
 
 
+def test_engines_that_decode_nothing_need_not_be_made(models, monkeypatch) -> None:
+    """Where answers are known, the question which decoder they are from costs nothing."""
+    target = models[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engines_module, "EngineModel", lambda *_, **__: pytest.fail("made"))
+        engines = Engines(target, None, CONFIG, kernels=True, least_rows=0, page_size=16)
+        plain = Cell("plain", None, 0, 1, "all", 0.0)
+        assert engines.decodes(plain)
+    monkeypatch.setattr(engines_module, "Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "made", made := [])
+    engines.runner(plain)([Request([5] * 5, "p")], 4)
+    assert [slots for slots, rows in made if rows >= 9] == [1]
+
+
 def test_engines_share_weights_with_the_target_and_pages_with_each_other(models, both) -> None:
     """`both` has run: its engines are still there."""
     target, head = models

@@ -7,8 +7,9 @@ from jetspec.decode import decode
 from jetspec.drafters import LookupDrafter
 from jetspec.errors import JetspecError
 from jetspec.evaluation import replayed
+from jetspec.evaluation.agreement import Shape, agreed
 from jetspec.evaluation.cells import Cell
-from jetspec.evaluation.everywhere import Shape, _agreed, replay_everywhere
+from jetspec.evaluation.everywhere import replay_everywhere
 from jetspec.evaluation.matrix import evaluate, read_partial, read_records
 from jetspec.evaluation.replay import replay_tau
 from jetspec.evaluation.replayed import replay, replay_lookup
@@ -69,7 +70,7 @@ def test_smaller_budgets_are_the_beginning_of_the_largest_tree(path, coarse) -> 
     chosen = torch.randint(0, 3, (12, 4, 1), generator=torch.Generator().manual_seed(1))
     text = draft.tokens.gather(2, chosen)[..., 0]
     shapes = [Shape(TreeConfig(budget=b, width=5)) for b in budgets]
-    together = _agreed(draft, anchors, text, shapes)
+    together = agreed(draft, anchors, text, shapes)
     for budget, depths in zip(budgets, together, strict=True):
         tree = build_tree(draft, anchors, TreeConfig(budget=budget, width=5))
         for row in range(12):

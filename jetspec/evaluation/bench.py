@@ -111,8 +111,14 @@ def run_group(
     return [with_speedups(records[cell], known) for cell in cells]
 
 
-def open_engines(target: Any, head: Any | None, config: EvaluationConfig) -> "Engines | None":
+def open_engines(
+    target: Any, head: Any | None, config: EvaluationConfig, *, at_once: bool = True
+) -> "Engines | None":
     """What decodes the cells that the engine can; None where the reference loop decodes all.
+
+    Args:
+        at_once: False fuses weights, and refuses what the engine does not run, only when a cell
+            decodes.
 
     Raises:
         JetspecError: the engine does not run this target or this head.
@@ -121,7 +127,7 @@ def open_engines(target: Any, head: Any | None, config: EvaluationConfig) -> "En
         return None
     from jetspec.evaluation.engines import Engines
 
-    return Engines(target, head, config)
+    return Engines(target, head, config) if at_once else Engines(target, head, config, least_rows=0)
 
 
 def make_batches(prompts: Sequence["Prompt"], target: Any, batch_size: int) -> list[list[Item]]:

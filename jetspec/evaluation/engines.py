@@ -43,6 +43,7 @@ class Engines:
         target, head: the head is None where only plain cells are measured.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
         least_rows: longest sequence that the first engines hold; longer prompts need new ones.
+            0 makes nothing, and refuses no target, before a cell decodes.
 
     Raises:
         JetspecError: a target or a head that the engine does not run.
@@ -62,7 +63,8 @@ class Engines:
         if not config.needs_head:
             self._head = None
         if self._kernels:
-            self._fuse(least_rows)
+            if least_rows:
+                self._fuse(least_rows)
             self._require_depth()
 
     def decodes(self, cell: Cell) -> bool:

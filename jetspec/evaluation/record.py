@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jetspec.evaluation.cells import BASELINES, Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import PARTS, Decoded
@@ -138,10 +140,10 @@ def acceptance_by_depth(accepted: Sequence[int]) -> list[float]:
     Args:
         accepted: draft tokens accepted by each round.
     """
-    return [
-        round(sum(count >= depth for count in accepted) / len(accepted), 6)
-        for depth in range(1, max(accepted, default=0) + 1)
-    ]
+    if not accepted:
+        return []
+    at_least = np.bincount(accepted)[::-1].cumsum()[::-1]
+    return [round(int(count) / len(accepted), 6) for count in at_least[1:]]
 
 
 def _accepted(trace: Trace) -> list[int]:

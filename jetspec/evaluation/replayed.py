@@ -13,11 +13,12 @@ import torch
 from jetspec.config import RunConfig
 from jetspec.drafters.lookup import LookupDrafter
 from jetspec.errors import JetspecError
+from jetspec.evaluation.agreement import Shape
 from jetspec.evaluation.answers import asked_prompts, plain_answers
 from jetspec.evaluation.bench import open_engines
 from jetspec.evaluation.cells import ALL_SLICES, BASELINES, Cell
 from jetspec.evaluation.config import EvaluationConfig
-from jetspec.evaluation.everywhere import Shape, replay_everywhere
+from jetspec.evaluation.everywhere import replay_everywhere
 from jetspec.evaluation.matrix import Plan, load_models, make_plan, read_record, write_record
 from jetspec.evaluation.methods import cell_tree
 from jetspec.evaluation.record import acceptance_by_depth, by_slice, tau_of, withheld
@@ -71,17 +72,25 @@ def replay(
         return _result(plan, read_manifest(plan.uri, kind=STAGE), reused=True)
     if todo:
         target, head = load_models(config, head_uri)
-        plain = open_engines(target, None, settings.model_copy(update={"methods": ("plain",)}))
+        bare = settings.model_copy(update={"methods": ("plain",)})
+        plain = open_engines(target, None, bare, at_once=False)
         fingerprint = plan.facts["target_fingerprint"]
         answers = plain_answers(config, plan.prompts, fingerprint, target, 0.0, plain, peers)
         del plain  # its pages: the drafts need the memory
-        facts = {**plan.facts, "reference_uri": answers["uri"]}
+        facts = {
+            **plan.facts,
+            "reference_uri": answers["uri"],
+            "device": str(target.device),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "environment": environment(),
+        }
         before = len(plan.cells) - sum(map(len, todo.values()))
         for name, own in peers.taken(list(todo.items())):
             prompts = asked_prompts({name: plan.prompts[name]}, settings)
             samples = [_sample(target, prompt, answers["outputs"][prompt.id]) for prompt in prompts]
+            texts = [_text_row(sample, target) for sample in samples]
             for cell, replays in _replays(own, target, head, samples, settings).items():
-                record = _record(cell, replays, samples, target, settings, facts)
+                record = _record(cell, replays, texts, settings, facts)
                 write_record(plan, cell, record)
                 done = before + peers.add("cells", 1)
                 if on_progress:
@@ -212,12 +221,14 @@ def replay_lookup(sample: Sample, max_ngram: int, depth: int) -> Replay:
 def _record(
     cell: Cell,
     replays: Sequence[Replay],
-    samples: Sequence[Sample],
-    target: Any,
+    texts: Sequence[dict[str, Any]],
     settings: EvaluationConfig,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    rows = [_row(found, sample, target) for found, sample in zip(replays, samples, strict=True)]
+    rows = [
+        {**text, "rounds": found.rounds, "tokens": found.committed}
+        for found, text in zip(replays, texts, strict=True)
+    ]
     quiet = [row for row in rows if not row["looping"]]
     tau, tau_ci = tau_of(rows, settings)
     tau_quiet, tau_quiet_ci = tau_of(quiet, settings)
@@ -242,23 +253,19 @@ def _record(
         "output_check": None,
         "per_prompt": rows,
         "batches": [],
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
         "settings": settings.model_dump(mode="json"),
         "interleaved_with": [],
-        "environment": environment(),
         **facts,
     }
 
 
-def _row(found: Replay, sample: Sample, target: Any) -> dict[str, Any]:
+def _text_row(sample: Sample, target: Any) -> dict[str, Any]:
+    """What a prompt's row says whatever drafted."""
     prompt = len(sample.loss_mask) - sum(sample.loss_mask)
     text = [token for token in sample.input_ids[prompt:] if token not in target.eos_token_ids]
     return {
         "prompt_id": sample.prompt_id,
         "slice": sample.slice,
         "prompt_tokens": prompt,
-        "rounds": found.rounds,
-        "tokens": found.committed,
         "looping": is_looping(text),
     }

@@ -103,11 +103,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask) 
         # Inside a compiled layer it is compiled with what surrounds it.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         out = flex(query, key, value, block_mask=mask, enable_gqa=True)
+    elif query.is_cuda:
+        out = _grouped(query, key, value, mask)
     else:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask[:, None], enable_gqa=True
         )
     return out.transpose(1, 2).flatten(2)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention [B, H, S, hd] whose query heads are further rows of the head they share.
+
+    Under a mask of its own and with grouped heads, SDPA on a GPU would write every key and value
+    out in fp32, once a query head.
+    """
+    shared = key.shape[1]
+    groups = query.shape[1] // shared
+    rows = query.reshape(query.shape[0], shared, -1, query.shape[3])  # [B, Hkv, groups * S, hd]
+    seen = mask[:, None].repeat(1, 1, groups, 1)
+    return F.scaled_dot_product_attention(rows, key, value, attn_mask=seen).reshape(query.shape)
 
 
 class HeadAttention(nn.Module):

@@ -31,7 +31,7 @@ from jetspec.heads.sizes import resolve_head_config
 from jetspec.targets.target import Target
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
-from jetspec.trees.draft import Draft
+from jetspec.trees.draft import Draft, best_tokens
 from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ class ParallelHead(DraftHead):
         Args:
             cache: the context strictly before each anchor, so an anchor's position is its length.
             anchors: long [B], the last committed tokens.
-            embed: the target's embedding; logits: its output projection, fp32.
+            embed: the target's embedding; logits: its output projection, fp32 or in its own type.
             width: K, candidates a slot.
             depth: slots wanted; None is the training block's. A causal head may draft deeper or
                 shallower; a bidirectional one always runs its whole block.
@@ -376,9 +376,7 @@ class ParallelHead(DraftHead):
     ) -> Draft:
         if self.edges is None:
             return Draft.from_slot_logits(slot_logits, width)
-        width = min(width, slot_logits.shape[-1])
-        best, tokens = slot_logits.topk(width, dim=-1)
-        log_q = best - torch.logsumexp(slot_logits, dim=-1, keepdim=True)
+        tokens, log_q = best_tokens(slot_logits, width)
         edges = self.edges.edge_scores(tokens, log_q, anchors, hidden, embed, slot_logits)
         return Draft(tokens, edges, slot_scores=log_q)
 

@@ -58,7 +58,7 @@ def ancestor_scores(tree: Tree, states: Tensor, logits: Callable[[Tensor], Tenso
 
     Args:
         states: [B, N + 1, d], behind which each node's children are predicted.
-        logits: the target's output projection, fp32.
+        logits: the target's output projection, fp32 or in its own type.
     """
     batch, nodes = tree.tokens.shape
     real = tree.valid() & (tree.depths > 0)
@@ -70,7 +70,7 @@ def ancestor_scores(tree: Tree, states: Tensor, logits: Callable[[Tensor], Tenso
     terms = torch.zeros(len(child), device=states.device)
     flat = states.flatten(0, 1)
     for begin in range(0, len(parents), _ROWS):
-        row = logits(flat[parents[begin : begin + _ROWS]])
+        row = logits(flat[parents[begin : begin + _ROWS]]).float()
         here = (place >= begin) & (place < begin + len(row))
         at = place[here] - begin
         terms[here] = row[at, child[here]] - torch.logsumexp(row, dim=-1)[at]

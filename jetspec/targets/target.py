@@ -123,9 +123,7 @@ class Target:
 
     def project(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """As `logits`, but gradients reach `hidden`: a head in training shares the projection."""
-        hidden = hidden.to(self.dtype)
-        product = self._lm_head(hidden) if projection is None else F.linear(hidden, projection)
-        logits = product.float()
+        logits = self._product(hidden, projection).float()
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:
@@ -134,14 +132,19 @@ class Target:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def project_rounded(self, hidden: Tensor) -> Tensor:
+    def project_rounded(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """`project` without the copy to fp32 where nothing follows the product: its values in the
         target's dtype are the same."""
         follows = ("logits_scaling", "logit_scale", "final_logit_softcapping")
         if any(getattr(self.config, name, None) is not None for name in follows):
-            return self.project(hidden)
-        logits: Tensor = self._lm_head(hidden.to(self.dtype))
-        return logits
+            return self.project(hidden, projection)
+        return self._product(hidden, projection)
+
+    def _product(self, hidden: Tensor, projection: Tensor | None) -> Tensor:
+        hidden = hidden.to(self.dtype)
+        product: Tensor
+        product = self._lm_head(hidden) if projection is None else F.linear(hidden, projection)
+        return product
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:

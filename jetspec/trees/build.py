@@ -141,7 +141,17 @@ def best_first(draft: Draft, config: TreeConfig) -> Nodes:
     level's best `budget` is outside the best `budget` overall), then one selection over all
     levels. Ties go by (depth, parent, rank), which keeps a parent before an equal child.
     """
+    return scored_best_first(draft, config)[0]
+
+
+def scored_best_first(draft: Draft, config: TreeConfig) -> tuple[Nodes, Tensor]:
+    """`best_first`, and the sums [B, N + 1] of the configured score that it ordered nodes by.
+
+    Of missing nodes the sum is -inf. On a GPU one launch builds all trees.
+    """
     edges = order_edges(draft.edge_scores, config, draft.confidence)
+    if edges.is_cuda and _in_one_launch(draft, config):
+        return built_in_one_launch(edges, config.budget)
     batch, depth, width = draft.tokens.shape
     device = draft.tokens.device
     score = torch.zeros(batch, 1, device=device)
@@ -165,12 +175,32 @@ def best_first(draft: Draft, config: TreeConfig) -> Nodes:
     new_index.scatter_(1, kept + 1, numbers.expand_as(kept))
     parents = new_index.gather(1, parents.gather(1, kept))
     root = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    return Nodes(
+    nodes = Nodes(
         torch.cat([root - 1, parents], 1),
         torch.cat([root, ranks.gather(1, kept)], 1),
         torch.cat([root, depths.gather(1, kept)], 1),
         exists.sum(1) + 1,
     )
+    return nodes, torch.cat([torch.zeros_like(score[:, :1]), score.gather(1, kept)], 1)
+
+
+def _in_one_launch(draft: Draft, config: TreeConfig) -> bool:
+    return draft.width <= 32 and draft.depth <= 64 and config.budget <= 1024
+
+
+def built_in_one_launch(edges: Tensor, budget: int) -> tuple[Nodes, Tensor]:
+    """What `scored_best_first` gives, from the kernel.
+
+    Args:
+        edges: [B, D, K, K], the terms of `order_edges`.
+    """
+    from kernels.tree_build import build_best_first
+
+    batch, depth, width = edges.shape[:3]
+    ranks = torch.arange(width, device=edges.device).expand(batch, depth, -1)  # tokens are ranks
+    anchors = ranks.new_zeros(batch)
+    built = build_best_first(ranks, edges, anchors, budget)
+    return Nodes(built.parents, built.tokens, built.depths, built.sizes), built.scores
 
 
 def static(draft: Draft, config: TreeConfig) -> Nodes:

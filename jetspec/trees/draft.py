@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_MOST_ROWS = 1 << 16  # of a launch
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -54,9 +56,7 @@ class Draft:
             logits: [B, D, V]; slot d predicts the token at depth d + 1.
             width: candidates a slot, at most V of them exist.
         """
-        best, tokens = logits.float().topk(min(width, logits.shape[-1]), dim=-1)  # [B, D, K]
-        log_q = best - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-        return cls.from_slot_scores(tokens, log_q)
+        return cls.from_slot_scores(*best_tokens(logits, width))
 
     @classmethod
     def from_slot_scores(cls, tokens: Tensor, log_q: Tensor) -> "Draft":
@@ -89,3 +89,32 @@ class Draft:
             for scores in (self.confidence, self.slot_scores)
         )
         return Draft(tokens, edges, confidence, slots)
+
+
+def best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best tokens of every row, best first, and their fp32 log-probabilities.
+
+    Args:
+        logits: [..., V] in any float type; what is rounded already gives what its fp32 copy gives.
+        width: candidates, at most V of them exist.
+
+    Returns:
+        tokens long [..., K], log q fp32 [..., K].
+    """
+    width = min(width, logits.shape[-1])
+    rows = logits.numel() // logits.shape[-1]
+    if logits.is_cuda and logits.is_contiguous() and width <= 32 and 0 < rows < _MOST_ROWS:
+        return _read_once(logits, width)
+    logits = logits.float()
+    best, tokens = logits.topk(width, dim=-1)
+    return tokens, best - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def _read_once(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """`best_tokens` as the engine has it: no copy in fp32, and of equal logits the lower token."""
+    from kernels.topk import topk_logsumexp
+
+    best, tokens, lse = topk_logsumexp(logits.flatten(0, -2), width)
+    log_q = best - lse[:, None]
+    shape = logits.shape[:-1]
+    return tokens.unflatten(0, shape), log_q.unflatten(0, shape)
