@@ -81,7 +81,7 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
     """Attention apart, whose dense masks on a CPU compute what the formula does not count."""
     args = argparse.Namespace(
         steps=2, log_every=1, batch=4, micro=1, row_tokens=24, anchors=4, compile=False,
-        peak=benchmarks.PEAK,
+        peak=benchmarks.PEAK, chunk=64,
     )  # fmt: skip
     counts = []
     step = benchmarks.train.__globals__["Run"]._step

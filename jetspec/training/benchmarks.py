@@ -3,6 +3,8 @@
 The real loop on random weights and random answers: one process alone, then all of them with DDP and
 with FSDP2, on the same global batches. With `--resume` also a run that one process begins, all go
 on with and one ends, against an unbroken one. The loop writes no checkpoint while it is timed.
+With `--parts`, or `--group` for producers of path scores on one frozen head, what every part of one
+process's step costs the host and the GPU instead.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from jetspec.heads.config import HeadConfig
 from jetspec.heads.parallel import ParallelHead, new_head
 from jetspec.records import environment
 from jetspec.targets.target import Target
-from jetspec.training.config import TrainingConfig
+from jetspec.training.config import LossConfig, TrainingConfig
+from jetspec.training.costs import PRODUCERS, costs, group, one_head, table
 from jetspec.training.loop import train
 from jetspec.training.world import World, join_world
 
@@ -114,6 +117,7 @@ def settings(args: argparse.Namespace, strategy: str, **changes: Any) -> Trainin
         anchors=args.anchors, sequence_length=args.row_tokens, batch_size=args.batch,
         micro_batch_size=args.micro, epochs=epochs, max_steps=_NEVER, estimate_samples=1,
         estimate_every=_NEVER, heldout_fraction=0.05, strategy=strategy,
+        loss=LossConfig(chunk_tokens=args.chunk),
         **{"checkpoint_every": _NEVER, "log_every": args.log_every} | changes,
     )  # fmt: skip
 
@@ -254,6 +258,24 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
     return {"runs": runs, "resumed": again}
 
 
+def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
+    """What every part of a step costs, of one head or of a group; see `costs`."""
+    shape = shapes()[args.shape]
+    target, _ = random_models(shape)
+    quarter = args.row_tokens // 4  # several samples share a row, as they mostly do
+    rows = random_rows(8 * args.batch + 8, quarter, target.vocab_size)
+    config = settings(args, "ddp")
+    if args.group is None:
+        head = HeadConfig.model_validate(shape.head | args.head)
+        run = one_head(head, config, target, rows)
+    else:
+        names = args.group or PRODUCERS
+        base = shape.head | {"edge_rank": 256, "edge_rows": "learned"} | args.head
+        heads = {name: HeadConfig.model_validate(base | PRODUCERS[name]) for name in names}
+        run = group(heads, config, target, rows)
+    return {"parts": costs(run, args.steps)}
+
+
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -283,27 +305,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro", type=int, default=2, help="rows a process holds at one time")
     parser.add_argument("--row-tokens", type=int, default=3072)
     parser.add_argument("--anchors", type=int, default=512, help="blocks of a row")
+    parser.add_argument("--chunk", type=int, default=LossConfig().chunk_tokens, help="slots")
+    parser.add_argument("--head", type=json.loads, default={}, help="settings, as JSON")
+    parser.add_argument("--parts", action="store_true", help="what each part of a step costs")
+    parser.add_argument(
+        "--group", nargs="*", choices=[*PRODUCERS], help="of these producers (or all) together"
+    )
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp2"])
     parser.add_argument("--compile", action="store_true", help="as runs of 500 steps and more do")
     parser.add_argument("--resume", action="store_true", help="one process, all, one")
     parser.add_argument("--peak", type=float, default=PEAK, help="FLOP/s of one GPU, for the MFU")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args(arguments)
+    by_part = args.parts or args.group is not None
     with join_world() as world:
-        record = {
+        record: dict[str, Any] = {
             "command": " ".join(["python -m jetspec.training.benchmarks", *sys.argv[1:]]),
             "settings": {k: v for k, v in vars(args).items() if k != "json"},
             "environment": environment(),
-            **measure(args, world),
+            **(measure_parts(args) if by_part else measure(args, world)),
         }
     if world.rank == 0:
         if args.json:
             args.json.write_text(json.dumps(record, indent=1))
-        for run in record["runs"]:
+        for line in table(record["parts"]) if by_part else ():
+            print(line)
+        for run in record.get("runs", ()):
             shown = {k: v for k, v in run.items() if k != "curve"}
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
                             for k, v in shown.items()))  # fmt: skip
-        for run in record["resumed"]:
+        for run in record.get("resumed", ()):
             print(f"resumed {run['strategy']}: {run['largest_relative_difference']:.2e}")
     return 0
 

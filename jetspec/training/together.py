@@ -125,7 +125,7 @@ def _train(
 ) -> dict[str, JetspecError]:
     """Train and write what is wanted, by key; returns what did not come of it."""
     lost: dict[str, JetspecError] = {}
-    members: list[_Member] = []
+    members: list[Member] = []
     config = next(iter(wanted.values()))[1]
     target = load_target(config.target)
     align_weights(target)
@@ -140,13 +140,13 @@ def _train(
             continue
         assert isinstance(head, ParallelHead)
         if members:
-            _share_backbone(members[0].head, head, name)
-        members.append(_Member(name, key, run.training, head))
+            share_backbone(members[0].head, head, name)
+        members.append(Member(name, key, run.training, head))
     if not members:
         return lost
     directory = stage_uri(config.storage, "checkpoints", whole)
     samples = training_samples(config, samples_uri)
-    together = _RunTogether(members, whole, target, samples, directory, report)
+    together = RunTogether(members, whole, target, samples, directory, report)
     keys = [member.key for member in members]
     for key, result in together.results():
         _, run, stage = wanted[key]
@@ -164,7 +164,7 @@ def _telling(name: str) -> Callable[[str], None]:
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """One of the heads that are trained; `key` is that of its stage."""
 
     name: str
@@ -173,7 +173,7 @@ class _Member:
     head: ParallelHead
 
 
-def _share_backbone(lead: ParallelHead, head: ParallelHead, name: str) -> None:
+def share_backbone(lead: ParallelHead, head: ParallelHead, name: str) -> None:
     """Give `head` the backbone of `lead`, which must be equal to its own."""
     own = {id(parameter) for parameter in head.path_parameters()}
     for part, module in list(head.named_children()):
@@ -233,7 +233,7 @@ class HeadsTogether(DraftHead):
         return config.edge_weight * edges.sum(), sums
 
 
-class _RunTogether(Run):
+class RunTogether(Run):
     """A run whose sums, norms and curves are by member.
 
     A member whose loss or gradient is not finite is lost; the others share nothing with it that is
@@ -242,7 +242,7 @@ class _RunTogether(Run):
 
     def __init__(
         self,
-        members: Sequence[_Member],
+        members: Sequence[Member],
         whole: str,
         target: Target,
         samples: TrainingSamples,
