@@ -293,7 +293,9 @@ class BatchMaker:
         flat_slots = np.flatnonzero(np.pad(weights, ((0, 0), (0, 0), (1, 0))))
         flat_teachers = teachers[weights > 0]
         order = np.argsort(flat_teachers, kind="stable")
-        distinct, shared = np.unique(flat_teachers[order], return_inverse=True)
+        ascending = flat_teachers[order]
+        new = np.diff(ascending, prepend=-1) > 0
+        shared = np.cumsum(new) - 1
         return Batch(
             input_ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
@@ -304,7 +306,7 @@ class BatchMaker:
             labels=torch.from_numpy(labels),
             weights=torch.from_numpy(weights),
             slots=torch.from_numpy(flat_slots[order]),
-            teachers=torch.from_numpy(distinct),
+            teachers=torch.from_numpy(ascending[new]),
             shared=torch.from_numpy(shared),
             chunks=plan_chunks(shared, self.config.loss.chunk_tokens),
         )

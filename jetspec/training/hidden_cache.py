@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -89,7 +90,9 @@ def cuda_graph(function: States, inputs: tuple[Tensor, ...]) -> States:
     held = tuple(tensor.clone() for tensor in inputs)
     function(*held)  # libraries allocate what they keep
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")  # a recording that breaks off leaves traces
+    with warnings.catch_warnings():  # that not every wait is found
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")  # a recording that breaks off leaves traces
     try:
         function(*held)
     finally:
