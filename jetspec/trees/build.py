@@ -138,8 +138,9 @@ def best_first(draft: Draft, config: TreeConfig) -> Nodes:
 
     A node's score never exceeds its parent's (see scores.py), so the best prefix-closed set is
     simply the best nodes of all. Level by level the best `budget` survive (a node outside its
-    level's best `budget` is outside the best `budget` overall), then one selection over all
-    levels. Ties go by (depth, parent, rank), which keeps a parent before an equal child.
+    level's best `budget` is outside the best `budget` overall) as far as they reach the worst of
+    an earlier level's `budget`, then one selection over all levels. Ties go by (depth, parent,
+    rank), which keeps a parent before an equal child.
     """
     return scored_best_first(draft, config)[0]
 
@@ -157,10 +158,16 @@ def scored_best_first(draft: Draft, config: TreeConfig) -> tuple[Nodes, Tensor]:
     score = torch.zeros(batch, 1, device=device)
     rank = torch.zeros(batch, 1, dtype=torch.long, device=device)
     levels, start = [], 0  # start: where the parents' level begins in the list of all nodes
+    floor = torch.full((batch, 1), -torch.inf, device=device)
     for slot in range(depth):
         row = edges[:, slot].gather(1, rank[..., None].expand(-1, -1, width))  # [B, M, K]
         children = (score[..., None] + row).flatten(1)  # in (parent, rank) order
         kept = _best(children, config.budget)
+        score = children.gather(1, kept)
+        if kept.shape[1] == config.budget:  # what so many nodes of one level beat is out
+            floor = torch.maximum(floor, score.amin(1, keepdim=True))
+        inside = int(((score >= floor) & (score > -torch.inf)).sum(1).max())
+        kept = kept.gather(1, _best(score, max(inside, 1)))
         score, rank = children.gather(1, kept), kept % width
         levels.append((score, start + kept // width, rank, torch.full_like(kept, slot + 1)))
         start += levels[-2][0].shape[1] if slot else 1
