@@ -50,6 +50,15 @@ def test_bf16_logits_are_summed_in_fp32_and_their_gradient_is_bf16() -> None:
     torch.testing.assert_close(ours.gradient.float(), plain.gradient, rtol=1e-2, atol=1e-5)
 
 
+def test_logits_of_slots_and_teachers_may_differ_in_type() -> None:
+    student, taught, *rest = problem(3000)
+    taught, terms = taught.bfloat16(), (("forward_kl", 0.5), ("hard_labels", 0.5))
+    ours = distillation.slot_losses(student, taught, *rest, terms, 1.0)
+    plain = slot_losses(student, taught.float(), *rest, terms, 1.0)
+    torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.gradient, plain.gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("vocab", [2048, 2500, 4097])
 def test_group_maxima_give_the_same_best_tokens(vocab) -> None:
     student, *rest = problem(vocab)

@@ -184,10 +184,11 @@ def test_lattice_knows_what_else_the_slots_offer_but_not_their_order(target):
     assert not torch.allclose(offered[:, 1, 0], shuffled[:, 1, 0])
 
 
+@pytest.mark.parametrize("width", [5, 12])  # with 12 candidates every token is projected
 @pytest.mark.parametrize("name", PRODUCERS)
-def test_teacher_forcing_scores_the_row_of_the_true_parent(target, name):
+def test_teacher_forcing_scores_the_row_of_the_true_parent(target, name, width):
     edges = producer(name)
-    tokens, log_q, anchors, hidden = lattice(depth=4)
+    tokens, log_q, anchors, hidden = lattice(depth=4, width=width)
     labels = tokens[:, :, 3]  # the true token is the fourth candidate of every slot
     parents, children = edges.factors(tokens, log_q, anchors, hidden, target.embed)
     bias = parents @ children.transpose(2, 3)
@@ -209,6 +210,24 @@ def test_teacher_forcing_scores_the_row_of_the_true_parent(target, name):
         target.embed, target.vocab_size,
     )  # fmt: skip
     torch.testing.assert_close(general(slice(0, 6)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lattice", "markov"])
+def test_gradients_are_the_same_through_a_table_of_all_tokens(target, name):
+    edges = producer(name)
+    tokens, log_q, _, hidden = lattice(width=12)
+    tokens, log_q, hidden = (x.flatten(0, 1) for x in (tokens, log_q, hidden))
+    slots = torch.arange(8)
+    places = Places(slots // 4, slots % 4, tokens[:, 1].roll(1), tokens[:, 1], (2, 4))
+    found = []
+    for vocab_size in (64, 10**6):
+        edges.zero_grad()
+        scores = edges.teacher_forced(tokens, log_q, hidden, places, target.embed, vocab_size)
+        (scores(slice(0, 8)) * log_q).sum().backward()
+        found.append([parameter.grad.clone() for parameter in edges.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.any()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def gradients(target, head, samples, weight=1.0):

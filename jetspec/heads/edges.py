@@ -10,6 +10,7 @@ heads/producers.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -151,6 +152,17 @@ class EdgeProducer(nn.Module):
         Returns:
             a function from a slice of the M slots to S [m, K].
         """
+        return self._by_blocks(partial(self.factors, embed=embed), tokens, log_q, hidden, places)
+
+    def _by_blocks(
+        self,
+        factors: Callable[[Tensor, Tensor, Tensor, Tensor], Factors],
+        tokens: Tensor,
+        log_q: Tensor,
+        hidden: Tensor,
+        places: Places,
+    ) -> Callable[[slice], Tensor]:
+        """`teacher_forced` from `factors(tokens, log_q, anchors, hidden)` of whole blocks."""
         if not len(tokens):
             return lambda here: log_q[here]
         spot = places.blocks, places.depths
@@ -168,28 +180,11 @@ class EdgeProducer(nn.Module):
 
         def rows(begin: int) -> Tensor:
             part = (values[begin : begin + step] for values in lattice)
-            return self._under_true_parents(embed, *part)
+            return _under_true_parents(factors, *part)
 
         pieces = [_recomputed(rows, begin) for begin in range(0, blocks, step)]
         scores = torch.cat(pieces)[spot]
         return lambda here: scores[here]
-
-    def _under_true_parents(
-        self,
-        embed: Embed,
-        tokens: Tensor,
-        log_q: Tensor,
-        anchors: Tensor,
-        hidden: Tensor,
-        labels: Tensor,
-    ) -> Tensor:
-        """S [N, D, K] of the candidates under the true parent, from whole blocks."""
-        parents, children = self.factors(tokens, log_q, anchors, hidden, embed)
-        # The true token of a slot is the next one's parent; slot 0's rows are all the anchor's.
-        true = (tokens == labels[..., None]).to(torch.int8).argmax(-1)  # [N, D]
-        rank = F.pad(true[:, :-1], (1, 0))[..., None, None]
-        chosen = parents.gather(2, rank.expand(-1, -1, 1, parents.shape[-1]))[:, :, 0]
-        return torch.einsum("ndr,ndkr->ndk", chosen, children)
 
 
 class MarkovEdges(EdgeProducer):
@@ -349,6 +344,23 @@ def _rows(hidden_size: int, rank: int, vocab_size: int | None) -> TokenRows:
     if vocab_size is None:
         return ProjectedRows(hidden_size, rank)
     return LearnedRows(vocab_size, rank)
+
+
+def _under_true_parents(
+    factors: Callable[[Tensor, Tensor, Tensor, Tensor], Factors],
+    tokens: Tensor,
+    log_q: Tensor,
+    anchors: Tensor,
+    hidden: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """S [N, D, K] of the candidates under the true parent, from whole blocks."""
+    parents, children = factors(tokens, log_q, anchors, hidden)
+    # The true token of a slot is the next one's parent; slot 0's rows are all the anchor's.
+    true = (tokens == labels[..., None]).to(torch.int8).argmax(-1)  # [N, D]
+    rank = F.pad(true[:, :-1], (1, 0))[..., None, None]
+    chosen = parents.gather(2, rank.expand(-1, -1, 1, parents.shape[-1]))[:, :, 0]
+    return torch.einsum("ndr,ndkr->ndk", chosen, children)
 
 
 def _recomputed(function: Callable[[Any], Tensor], argument: Any) -> Tensor:

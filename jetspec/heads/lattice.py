@@ -1,14 +1,17 @@
 """Edge scores from a small transformer over the candidate lattice (LiLiCorr, arXiv 2608.20530)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.edges import EdgeProducer, Factors
+from jetspec.heads.edges import EdgeProducer, Factors, Places
 from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
-from jetspec.heads.rows import Embed, unit_rows
+from jetspec.heads.rows import Embed, ProjectedRows
 
 _HEAD_DIM = 32
 _EPS = 1e-6
@@ -41,7 +44,7 @@ class LatticeEdges(EdgeProducer):
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             max_position_embeddings=1024,
         )
-        self.token_proj = nn.Linear(hidden_size, width, bias=False)
+        self.token_proj = ProjectedRows(hidden_size, width)
         self.hidden_proj = nn.Linear(hidden_size, width, bias=False)
         self.score_proj = nn.Linear(1, width, bias=False)
         self.layers = nn.ModuleList(HeadLayer(shape, width) for _ in range(layers))
@@ -64,13 +67,41 @@ class LatticeEdges(EdgeProducer):
     def factors(
         self, tokens: Tensor, log_q: Tensor, anchors: Tensor, hidden: Tensor, embed: Embed
     ) -> Factors:
+        return self._factors(tokens, log_q, anchors, hidden, partial(self._rows, embed))
+
+    def teacher_forced(
+        self,
+        tokens: Tensor,
+        log_q: Tensor,
+        hidden: Tensor,
+        places: Places,
+        embed: Embed,
+        vocab_size: int,
+    ) -> Callable[[slice], Tensor]:
+        if tokens.numel() < vocab_size:
+            return super().teacher_forced(tokens, log_q, hidden, places, embed, vocab_size)
+        table = self.token_proj.table(embed, vocab_size)  # narrower rows than the embedding's
+        rows = partial(F.embedding, weight=table)
+        return self._by_blocks(partial(self._factors, rows=rows), tokens, log_q, hidden, places)
+
+    def _rows(self, embed: Embed, tokens: Tensor) -> Tensor:
+        return self.token_proj.of(tokens, embed)
+
+    def _factors(
+        self,
+        tokens: Tensor,
+        log_q: Tensor,
+        anchors: Tensor,
+        hidden: Tensor,
+        rows: Callable[[Tensor], Tensor],
+    ) -> Factors:
+        """`factors`, from projected tokens: long [...] -> [..., width]."""
         dtype = self.token_proj.weight.dtype
         batch, depth, width = tokens.shape
         hidden = hidden.to(dtype)
-        nodes = self.token_proj(unit_rows(embed(tokens).to(dtype)))
-        nodes = nodes + self.hidden_proj(hidden)[:, :, None]
+        nodes = rows(tokens) + self.hidden_proj(hidden)[:, :, None]
         nodes = nodes + self.score_proj(log_q.to(dtype)[..., None])
-        root = self.token_proj(unit_rows(embed(anchors).to(dtype)))[:, None]
+        root = rows(anchors)[:, None]
         x = self._attended(torch.cat([root, nodes.flatten(1, 2)], dim=1), depth, width)
         children = x[:, 1:].unflatten(1, (depth, width))
         anchor = x[:, :1, None].expand(-1, min(1, depth), width, -1)

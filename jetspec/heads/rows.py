@@ -44,11 +44,14 @@ class ProjectedRows(nn.Linear):
 
     def holding(self, tokens: Tensor, embed: Embed, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Rows [U, r] with those of `tokens` among them; where each token's lies, long [...]."""
-        if tokens.numel() < vocab_size:
-            distinct, places = torch.unique(tokens, return_inverse=True)
-            return self.of(distinct, embed), places  # a token's row is projected once
-        # The whole table costs less than finding out which rows of it are needed.
-        return self.table(embed, vocab_size), tokens
+        if tokens.numel() >= vocab_size:
+            # The whole table costs less than finding out which rows of it are needed.
+            return self.table(embed, vocab_size), tokens
+        if tokens.is_cuda:  # nobody waits to hear how many are distinct
+            places = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+            return self.of(tokens.flatten(), embed), places
+        distinct, places = torch.unique(tokens, return_inverse=True)
+        return self.of(distinct, embed), places  # a token's row is projected once
 
 
 class LearnedRows(nn.Linear):

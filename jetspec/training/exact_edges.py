@@ -38,6 +38,7 @@ def exact_edge_loss(
     # Products over the vocabulary run in the target's type, sums of gradients in fp32.
     children, rows = table.detach().to(target.dtype), parents.detach().to(target.dtype)
     measure = slot_losses_on(hidden.device)
+    project = target.project_rounded if hidden.is_cuda else target.project
     teacher = teacher_hidden.flatten(0, 1)
     loss = hidden.new_zeros((), dtype=torch.float32)
     d_table = torch.zeros_like(table, dtype=torch.float32)
@@ -45,8 +46,9 @@ def exact_edge_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for begin, end, first, last in batch.chunks:
             here = slice(begin, end)
-            logits = target.project(hidden[here]) + (rows[here] @ children.T).float()
-            taught = target.project(teacher[batch.teachers[first:last]])
+            logits = (rows[here] @ children.T).float()
+            logits += project(hidden[here])
+            taught = project(teacher[batch.teachers[first:last]])
             found = measure(
                 logits, taught, batch.shared[here] - first, places.labels[here], weights[here],
                 config.terms, config.temperature,
