@@ -15,7 +15,7 @@ from jetspec.heads.eagle import EagleConfig, EagleHead
 from jetspec.heads.parallel import ParallelHead
 from jetspec.trees.build import build_tree, built_in_one_launch, scored_best_first
 from jetspec.trees.config import TreeConfig
-from jetspec.trees.draft import Draft, _read_once, best_tokens
+from jetspec.trees.draft import Draft, _read_once, _summed_once, best_tokens, log_sums
 from jetspec.trees.levels import draft_levels
 from jetspec.trees.scores import order_edges
 from jetspec.trees.tree import Tree
@@ -209,6 +209,8 @@ def test_best_tokens_are_the_same_where_the_vocabulary_is_read_once(dtype) -> No
     assert torch.equal(ours, tokens)
     torch.testing.assert_close(sums, log_q)
     assert torch.equal(best_tokens(logits.float(), 6)[1], log_q)
+    torch.testing.assert_close(_summed_once(logits), torch.logsumexp(logits.float(), -1))
+    assert torch.equal(log_sums(logits), torch.logsumexp(logits.float(), -1))
 
 
 def test_grouped_attention_is_the_attention_of_repeated_heads() -> None:

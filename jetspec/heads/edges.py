@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetspec.heads.config import HeadConfig, Normaliser
 from jetspec.heads.rows import Embed, LearnedRows, ProjectedRows, TokenRows
+from jetspec.trees.draft import log_sums
 
 _BLOCKS = 128  # blocks whose whole lattice exists at one time in training, at least
 _LATTICE_BYTES = 2 << 30  # fp32 embeddings of the blocks that a GPU takes at one time
@@ -259,12 +260,10 @@ class MarkovEdges(EdgeProducer):
         slots = slot_logits.flatten(0, 1).float()
         step = max(1, _VOCABULARY_ROWS // width)
         sums = [
-            torch.logsumexp(
-                (rows[i : i + step] @ table.T).float() + slots[i : i + step, None], dim=-1
-            )
+            log_sums(rows[i : i + step] @ table.T + slots[i : i + step, None])
             for i in range(0, len(rows), step)
         ]
-        mass = torch.cat(sums) - torch.logsumexp(slots, dim=-1, keepdim=True)
+        mass = torch.cat(sums) - log_sums(slots)[:, None]
         return mass.unflatten(0, parents.shape[:2])
 
     def teacher_forced(

@@ -102,8 +102,7 @@ def best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         tokens long [..., K], log q fp32 [..., K].
     """
     width = min(width, logits.shape[-1])
-    rows = logits.numel() // logits.shape[-1]
-    if logits.is_cuda and logits.is_contiguous() and width <= 32 and 0 < rows < _MOST_ROWS:
+    if width <= 32 and _in_one_launch(logits):
         return _read_once(logits, width)
     logits = logits.float()
     best, tokens = logits.topk(width, dim=-1)
@@ -118,3 +117,22 @@ def _read_once(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     log_q = best - lse[:, None]
     shape = logits.shape[:-1]
     return tokens.unflatten(0, shape), log_q.unflatten(0, shape)
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """The fp32 log-sum-exp of every row; logits: [..., V] in any float type."""
+    if _in_one_launch(logits):
+        return _summed_once(logits)
+    return torch.logsumexp(logits.float(), dim=-1)
+
+
+def _summed_once(logits: Tensor) -> Tensor:
+    from kernels.topk import topk_logsumexp
+
+    return topk_logsumexp(logits.flatten(0, -2), 1)[2].unflatten(0, logits.shape[:-1])
+
+
+def _in_one_launch(logits: Tensor) -> bool:
+    rows = logits.numel() // logits.shape[-1]
+    plain = logits.is_cuda and logits.is_contiguous() and not logits.requires_grad
+    return plain and 0 < rows < _MOST_ROWS
