@@ -4,10 +4,12 @@ import json
 import weakref
 
 import pytest
+import torch
 
 from jetspec import prompts as prompts_module
 from jetspec.config import parse_config
 from jetspec.generation.plan import prepare
+from jetspec.heads.registry import save_head
 from jetspec.kept import keeping, kept
 from jetspec.prompts import PromptsConfig, load_prompts
 from jetspec.targets import load
@@ -16,7 +18,7 @@ from jetspec.targets.load import load_target
 from jetspec.training import stage
 from jetspec.training.stage import training_samples
 from tests.answers import sample, save_target, write_samples
-from tests.tiny import tiny_target
+from tests.tiny import tiny_head, tiny_target
 from tests.workspace import Workspace, run_settings
 
 
@@ -95,6 +97,24 @@ def test_samples_are_read_once_and_again_when_others_are_asked_for(tmp_path, mon
         both = training_samples(config.model_copy(update={"training": more}), two)
     assert both.ids == ("sample-0006", "sample-0005")
     assert calls == [(one,), (two,), (two, one)]
+
+
+def test_a_start_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch) -> None:
+    target = tiny_target("llama")
+    start = tiny_head(target, block_size=4)
+    save_head(start, str(tmp_path), target_fingerprint=target.fingerprint)
+    read, calls = stage.load_head, []
+    monkeypatch.setattr(stage, "load_head", lambda uri: calls.append(uri) or read(uri))
+    with keeping():
+        for _ in range(2):
+            head = stage.starting_head(start.config, target, str(tmp_path), seed=1)
+            assert torch.equal(head.fc.weight, start.fc.weight)
+            with torch.no_grad():
+                head.fc.weight.add_(1)  # as training does
+        assert len(calls) == 1
+        save_head(head, str(tmp_path), target_fingerprint=target.fingerprint)
+        again = stage.starting_head(start.config, target, str(tmp_path), seed=1)
+    assert torch.equal(again.fc.weight, start.fc.weight + 1) and len(calls) == 2
 
 
 def test_prompts_are_compared_once_and_again_when_a_file_changes(tmp_path, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from jetspec.storage import (
     filesystem,
     is_complete,
     join,
+    list_files,
     read_manifest,
     stage_uri,
     write_json,
@@ -173,7 +174,9 @@ def starting_head(
     head = new_head(config, target, seed)
     if warm_start is None:
         return head
-    start = load_head(warm_start)
+    fs, path = filesystem(warm_start)
+    marks = [(name, fs.ukey(f"{path}/{name}")) for name in list_files(warm_start)]
+    start = kept("start", (warm_start, marks), lambda: load_head(warm_start))
     require_fit(start, target, warm_start)
     if start.config.kind != config.kind:
         mend = f"the warm start {warm_start} is {start.config.kind}; set that"
