@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec.training import benchmarks, costs
 from jetspec.training import step as step_module
@@ -100,3 +101,37 @@ def test_a_group_is_told_by_producer(tmp_path, capsys):
     assert record["host"] == pytest.approx(sum(part["host"] for part in record["parts"].values()))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(record["parts"]) and "path scores: context" in "".join(lines)
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function.overloadpacket)
+        waits = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
+        assert not any(word in name for word in waits), name
+        if name in ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), name
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_group_is_enqueued_without_waiting_for_anything() -> None:
+    shape = benchmarks.shapes()["tiny"]
+    target, _ = benchmarks.random_models(shape)
+    heads = {
+        name: costs.HeadConfig.model_validate(
+            shape.head | {"edge_rank": 2, "edge_rows": "learned"} | settings
+        )
+        for name, settings in costs.PRODUCERS.items()
+    }
+    config = benchmarks.TrainingConfig(
+        anchors=4, sequence_length=24, batch_size=2, micro_batch_size=1, heldout_fraction=0.2
+    )
+    run = costs.group(heads, config, target, benchmarks.random_rows(8, 24, target.vocab_size))
+    run.optimizers = []  # fused on a GPU, not here
+    plan = run.plan(0)
+    with Waits():
+        health = run._step(0, plan)
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            health[0, 0].item()
+    assert health.shape == (2, len(heads)) and torch.isfinite(health).all()
