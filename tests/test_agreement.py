@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from jetspec.decode import decode
+from jetspec.evaluation import everywhere
 from jetspec.evaluation.agreement import Shape, agreed
 from jetspec.evaluation.everywhere import replay_everywhere
 from jetspec.evaluation.replay import replay_tau
@@ -13,6 +14,7 @@ from jetspec.heads import layers
 from jetspec.heads.dspark import DSparkConfig, DSparkHead
 from jetspec.heads.eagle import EagleConfig, EagleHead
 from jetspec.heads.parallel import ParallelHead
+from jetspec.targets.load import from_model
 from jetspec.trees.build import build_tree, built_in_one_launch, scored_best_first
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft, _read_once, _summed_once, best_tokens, log_sums
@@ -20,7 +22,7 @@ from jetspec.trees.levels import draft_levels
 from jetspec.trees.scores import order_edges
 from jetspec.trees.tree import Tree
 from tests.answers import sample
-from tests.tiny import random_draft, tiny_head, tiny_target
+from tests.tiny import random_draft, tiny_head, tiny_model, tiny_target, tiny_tokenizer
 
 ROWS, DEPTH, WIDTH = 10, 4, 5
 RATES = (0.5, 0.3, 0.1)
@@ -170,9 +172,9 @@ def test_a_second_pass_replays_the_rounds_that_decoding_has() -> None:
     trees = [TreeConfig(builder="chain", budget=2, depth=2, width=4)]
     trees += [TreeConfig(budget=budget, width=4) for budget in (3, 10)]
     shapes = [Shape(tree, scores) for tree in trees for scores in ("slot", "path")]
-    everywhere = replay_everywhere(target, head, samples, shapes, rows=8)
-    assert max(n for replays in everywhere for found in replays for n in found.accepted) > 1
-    for shape, replays in zip(shapes, everywhere, strict=True):
+    together = replay_everywhere(target, head, samples, shapes, rows=8)
+    assert max(n for replays in together for found in replays for n in found.accepted) > 1
+    for shape, replays in zip(shapes, together, strict=True):
         own = scored_head(head, shape.scores)
         drafter = own.drafter(target, width=4, depth=shape.tree.depth)
         decoded = decode(target, prompts, drafter=drafter, tree=shape.tree, max_new_tokens=16)
@@ -223,3 +225,34 @@ def test_grouped_attention_is_the_attention_of_repeated_heads() -> None:
         query, key, value, attn_mask=mask[:, None], enable_gqa=True
     )
     torch.testing.assert_close(layers._grouped(query, key, value, mask), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_replays_the_same_rounds_and_waits_for_none_of_them() -> None:
+    def replayed(device):
+        model = tiny_model(vocab_size=40, num_layers=1).to(device)
+        target = from_model(model, tiny_tokenizer(40), "tiny")
+        head = tiny_head(target, edge_rank=4, num_layers=1)
+        with torch.no_grad():
+            head.edges.child_proj.weight.copy_(bias)
+        return target, head, replay_everywhere(target, head, samples, shapes, rows=16)
+
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(4, 32, generator=generator) * 0.3
+    texts = [torch.randint(4, 40, (n,), generator=generator).tolist() for n in (40, 25, 31)]
+    samples = [sample(i, text, [3]) for i, text in enumerate(texts)]
+    trees = [TreeConfig(builder="chain", budget=7, width=8)]
+    trees += [TreeConfig(budget=budget, width=8) for budget in (4, 16, 60)]
+    shapes = [Shape(tree, scores) for tree in trees for scores in ("slot", "path")]
+    target, head, found = replayed("cuda")
+    assert found == replayed("cpu")[2]
+    cache, places = head.new_cache(2), torch.zeros(2, dtype=torch.long, device="cuda")
+    passes = everywhere._passes(head, shapes)
+    tokens = torch.tensor([text[:20] for text in texts[:2]], device="cuda")
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everywhere._step(target, passes, cache, tokens, places, places + 19)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

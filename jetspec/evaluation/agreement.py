@@ -3,7 +3,8 @@
 Greedy acceptance asks for the deepest node whose whole path is the text behind the anchor. Of a
 chain that is read off the draft's edges. The exact best-first tree of a budget is the beginning of
 a larger one's, so one build serves all budgets: a path's nodes are numbered in the order in which
-best-first takes them. Nothing here waits for the device.
+best-first takes them. For slots' chains and best-first trees, without calibration or widths by
+depth, nothing here waits for the device.
 """
 
 from collections.abc import Sequence
