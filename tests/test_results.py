@@ -19,6 +19,7 @@ from jetspec.results.cost import cost
 from jetspec.results.goals import goals
 from jetspec.results.inputs import Inputs, read_inputs
 from jetspec.results.serving import serving
+from jetspec.results.tables import cost_lines
 from jetspec.results.write import write_results
 from jetspec.storage import content_hash
 from tests.measured import FakeTarget, prompts, runner
@@ -283,6 +284,21 @@ def test_break_even_is_the_hours_over_what_a_token_saves(records) -> None:
     assert cost(found, elsewhere, served).loads == [], "the records come from a CPU"
     unknown = cost(found, Inputs(records=records), served)
     assert unknown.hours is None and unknown.loads == []
+
+
+def test_a_head_costs_what_its_starts_and_all_its_samples_did(records) -> None:
+    samples, head = manifests()
+    more = {**samples, "hash": "more", "tokens": 2_000_000, "worker_seconds": 50.0}
+    grown = {**head, "warm_start": "runs/heads/old", "more_samples_keys": ["more"]}
+    whole = {**grown, "earlier_steps": 30, "earlier_worker_seconds": 250.0}
+    inputs = Inputs(records=records, heads=[whole], samples=[samples, more])
+    found = subjects(inputs, {})[0]
+    spent = cost(found, inputs, None)
+    assert spent.hours == pytest.approx((200 + 50 + 700 + 250) / 3600)
+    assert spent.as_json()["regeneration"]["tokens"] == 12_000_000
+    assert any("30 steps in 250" in line for line in cost_lines(spent))
+    for lacking in (replace(inputs, heads=[grown]), replace(inputs, samples=[samples])):
+        assert cost(found, lacking, None).hours is None
 
 
 def laid_out(root: Path, records: list[dict]) -> Path:

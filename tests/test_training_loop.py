@@ -451,6 +451,13 @@ def test_warm_start_begins_where_the_other_head_ended(stage, tmp_path):
     assert all(torch.equal(tensor, trained[name]) for name, tensor in head.state_dict().items())
     second = distil_head(config, samples_uri, warm_start=first.uri)
     assert second.key != first.key and second.facts["warm_start"] == first.uri
+    assert second.facts["earlier_steps"] == first.facts["steps"]
+    third = distil_head(
+        config.model_copy(update={"name": "third"}), samples_uri, warm_start=second.uri
+    )
+    assert third.facts["earlier_steps"] == first.facts["steps"] + second.facts["steps"]
+    spent = first.facts["worker_seconds"] + second.facts["worker_seconds"]
+    assert third.facts["earlier_worker_seconds"] == spent
 
 
 def test_warm_start_may_lack_path_scores_only(stage, tmp_path):

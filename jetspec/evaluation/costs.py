@@ -62,9 +62,14 @@ def round_costs(records: Sequence[Record]) -> list[RoundCost]:
 
 
 def hours(facts: Mapping[str, Any]) -> float | None:
-    """Worker-hours of a stage from its manifest's `worker_seconds`: GPU-hours where it has GPUs."""
+    """Worker-hours of a stage from its manifest's `worker_seconds`: GPU-hours where it has GPUs.
+
+    Those of a head include its starts'; None where they are not known.
+    """
     seconds = facts.get("worker_seconds")
-    return seconds / 3600 if seconds is not None else None
+    if seconds is None or (facts.get("warm_start") and "earlier_worker_seconds" not in facts):
+        return None
+    return float(seconds + facts.get("earlier_worker_seconds", 0.0)) / 3600
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ class Cost:
     """Hours spent, and what serving gives back.
 
     Attributes:
-        regeneration, training: facts of the stages that made the head; None where their manifests
-            were not given.
+        regeneration: of all the samples that the head was trained on, summed; None where a
+            manifest was not given.
+        training: facts of the head's training; None where its manifest was not given.
         hours: their worker-hours together, None where one is not known.
         loads: by batch size {batch, tok_s, plain_tok_s, tokens, hours_of_serving}; none where the
             head was trained on a GPU and measured without one, or the other way round.
@@ -34,7 +35,7 @@ class Cost:
     loads: list[dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        kept = ("tokens", "tokens_per_second", "worker_seconds", "gpu_hours", "accounting")
+        kept = ("tokens", "tokens_per_second", "worker_seconds", "gpu_hours")
         parts = (self.regeneration, self.training)
         regeneration, training = (
             part and {name: part[name] for name in names if name in part}
@@ -51,7 +52,8 @@ class Cost:
 
 TRAINING = (
     "steps", "parameters", "seconds", "worker_seconds", "gpu_hours", "tau_estimate",
-    "tokens_per_second", "mfu", "samples_key", "counts", "warm_start",
+    "tokens_per_second", "mfu", "samples_key", "more_samples_keys", "counts", "warm_start",
+    "earlier_steps", "earlier_worker_seconds",
 )  # fmt: skip
 
 
@@ -63,14 +65,27 @@ def cost(subject: Subject, inputs: Inputs, served: Serving | None) -> Cost:
         training = {**training, **_last_rates(training["curve"])}
     regeneration = None
     if training is not None:
-        key = training.get("samples_key")
-        regeneration = next((s for s in inputs.samples if s["hash"] == key), None)
+        keys = [training.get("samples_key"), *training.get("more_samples_keys", ())]
+        known = {s["hash"]: s for s in inputs.samples}
+        regeneration = _summed([known.get(key) for key in keys])
     spent = [hours(part) if part else None for part in (regeneration, training)]
     total = None if None in spent else sum(part for part in spent if part is not None)
     alike = training is not None and bool(training.get("gpu_hours")) == any(
         r["environment"].get("gpus") for r in subject.decoded
     )
     return Cost(regeneration, training, total, _loads(total, served) if alike else [])
+
+
+def _summed(samples: Sequence[Record | None]) -> Record | None:
+    """Tokens and seconds of several regenerations; None where one is not known."""
+    known = [one for one in samples if one is not None]
+    if not known or len(known) < len(samples):
+        return None
+    names = ("tokens", "worker_seconds", "gpu_hours")
+    whole: Record = {n: sum(one[n] for one in known) for n in names if all(n in o for o in known)}
+    if whole.get("worker_seconds"):
+        whole["tokens_per_second"] = whole["tokens"] / whole["worker_seconds"]
+    return whole
 
 
 def _last_rates(curve: Sequence[Record]) -> dict[str, Any]:

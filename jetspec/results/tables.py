@@ -164,8 +164,14 @@ def cost_lines(cost: Cost) -> list[str]:
             f"{_number(trained.get('worker_seconds'))} {_seconds(trained)}"
             + (f" ({', '.join(rates)})." if rates else ".")
         )
+        if trained.get("earlier_steps"):
+            lines.append(
+                f"- Before it, the head that it started from: {_number(trained['earlier_steps'])} "
+                f"steps in {_number(trained['earlier_worker_seconds'])} {_seconds(trained)}."
+            )
     if cost.hours is None:
-        return [*lines, "- Manifests of regeneration or training were not given: no break-even."]
+        why = "not every manifest of the samples, the training and what it started from is known"
+        return [*lines, f"- No break-even: {why}."]
     lines += [f"- Together {cost.hours:.3f} hours of those workers.", ""]
     rows = [
         [

@@ -219,7 +219,9 @@ def write_stage(
         "samples_uri": samples_uri,
         "samples_key": _files(samples_uri, "samples"),
         "more_samples": list(config.training.more_samples),
+        "more_samples_keys": [_files(uri, "samples") for uri in config.training.more_samples],
         "warm_start": warm_start,
+        **_earlier(warm_start),
         "tau_estimate": result.tau_estimate,
         "steps": result.steps,
         "parameters": sum(p.numel() for p in result.head.parameters()),
@@ -248,6 +250,21 @@ def write_stage(
 def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
     own = {"kind", "code_version", "config_hash", "files"}
     return {key: value for key, value in manifest.items() if key not in own}
+
+
+def _earlier(warm_start: str | None) -> dict[str, float]:
+    """Steps and worker-seconds that went into the head that training started from, its own starts
+    included; nothing where its manifest does not say."""
+    if warm_start is None:
+        return {}
+    start = read_manifest(warm_start, kind="head")
+    spent = start.get("worker_seconds")
+    if spent is None or (start.get("warm_start") and "earlier_worker_seconds" not in start):
+        return {}
+    return {
+        "earlier_steps": start["steps"] + start.get("earlier_steps", 0),
+        "earlier_worker_seconds": spent + start.get("earlier_worker_seconds", 0.0),
+    }
 
 
 def _files(directory: str, kind: str) -> str:
