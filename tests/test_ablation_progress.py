@@ -8,8 +8,9 @@ import pytest
 from jetspec.ablation import making, together
 from jetspec.ablation.making import make_member
 from jetspec.ablation.pool import Pool, tell_study
-from jetspec.ablation.progress import EVERY, CellProgress, TrainingProgress
+from jetspec.ablation.progress import EVERY, StageProgress, TrainingProgress
 from jetspec.ablation.together import train_together
+from jetspec.generation.progress import RegenerationProgress
 from jetspec.stages import StageResult
 from jetspec.training.config import TrainingConfig
 from jetspec.training.loop import Stop
@@ -75,13 +76,19 @@ def test_the_last_report_that_is_sure_to_come_ends_the_training() -> None:
         report(30, METRICS)
 
 
-def test_cells_are_counted_now_and_then() -> None:
+def test_cells_and_answers_are_counted_now_and_then() -> None:
     clock, told = Clock(), []
-    progress = CellProgress(told.append, clock)
+    progress = StageProgress(told.append, clock)
     for done in (1, 2, 3, 4):
         clock.now += 0.6 * EVERY
-        progress(done, 9, {})
-    assert told == ["measured 2 of 9 cells", "measured 4 of 9 cells"]
+        if done < 3:
+            progress.answers(RegenerationProgress(done, 9, 600, 20.0))
+        else:
+            progress.cells(done, 9, {})
+    assert told == [
+        "600 tokens written, 30 a second; 2 of 9 answers are in finished shards",
+        "measured 4 of 9 cells",
+    ]
 
 
 def test_a_task_whose_time_is_up_answers_nothing(monkeypatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from jetspec.ablation.claims import Outcome
 from jetspec.ablation.config import AblationConfig
 from jetspec.ablation.pool import tell_study
-from jetspec.ablation.progress import CellProgress, Tell, TrainingProgress
+from jetspec.ablation.progress import StageProgress, Tell, TrainingProgress
 from jetspec.config import RunConfig
 from jetspec.evaluation import matrix, replayed
 from jetspec.evaluation.matrix import evaluate, read_records
@@ -28,17 +28,20 @@ def samples_identity(plan: AblationConfig, member: str, run: RunConfig) -> str:
     return json.dumps([parts, plan.variant_of(member).text], sort_keys=True)
 
 
-def make_samples(plan: AblationConfig, member: str, run: RunConfig) -> StageResult:
+def make_samples(
+    plan: AblationConfig, member: str, run: RunConfig, *, tell: Tell = tell_study
+) -> StageResult:
     """The text that a run trains on; where rounds are replayed, also what they are replayed on."""
+    progress = StageProgress(tell)
     if plan.variant_of(member).text == "corpus":
         samples = corpus_samples(run)
     else:
-        manifest, stage = regenerate(run), prepare(run)
+        manifest, stage = regenerate(run, on_progress=progress.answers), prepare(run)
         samples = StageResult("samples", stage.uri, stage.key, reused=False, facts=manifest)
     if plan.measure == "replay":
         # Prompt lookup needs no head, and its rounds need the answers that all others share.
         alone = run.evaluation.model_copy(update={"methods": ("lookup",), "scores": None})
-        replay(run.model_copy(update={"evaluation": alone}), None)
+        replay(run.model_copy(update={"evaluation": alone}), None, on_progress=progress.cells)
     return samples
 
 
@@ -75,7 +78,7 @@ def measure(
 ) -> StageResult:
     """The run's matrix, decoded or replayed."""
     stage = replay if plan.measure == "replay" else evaluate
-    return stage(run, head_uri, on_progress=CellProgress(tell))
+    return stage(run, head_uri, on_progress=StageProgress(tell).cells)
 
 
 def outcome(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 
+from jetspec.generation.progress import RegenerationProgress
 from jetspec.training.config import TrainingConfig
 from jetspec.training.loop import Stop
 
@@ -60,15 +61,25 @@ class TrainingProgress:
         return whole if most is None else min(whole, most)
 
 
-class CellProgress:
-    """Tells how many cells of a matrix are measured, now and then."""
+class StageProgress:
+    """Tells how much of another stage is done, now and then."""
 
     def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock
         self._told = clock()
 
-    def __call__(self, done: int, total: int, record: object) -> None:
+    def cells(self, done: int, total: int, record: object) -> None:
+        """Hears of a matrix."""
+        self._line(f"measured {done} of {total} cells")
+
+    def answers(self, state: RegenerationProgress) -> None:
+        """Hears of a regeneration."""
+        pace = f"{state.tokens / max(state.seconds, 1e-9):.0f} a second"
+        written = f"{state.tokens} tokens written, {pace}"
+        self._line(f"{written}; {state.done} of {state.total} answers are in finished shards")
+
+    def _line(self, text: str) -> None:
         now = self._clock()
         if now - self._told >= EVERY:
             self._told = now
-            self._tell(f"measured {done} of {total} cells")
+            self._tell(text)

@@ -95,14 +95,14 @@ def _one_by_one(
             if make is not None:
                 outcomes[name] = make(name, run, start)
             else:
-                samples = make_samples(plan, name, run)
+                tell = partial(_tell, say, name)
+                samples = make_samples(plan, name, run, tell=tell)
                 if (group := together.get(name)) is not None:
                     for member in group.names:
                         del together[member]
                     lost |= _together({n: runs[n] for n in group.names}, group, start, samples, say)
                 if name in lost:
                     raise lost[name]
-                tell = partial(_tell, say, name)
                 made = make_member(plan, name, run, start, samples, tell=tell)
                 assert made is not None  # its time is not limited
                 outcomes[name] = made

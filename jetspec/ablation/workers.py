@@ -125,6 +125,7 @@ def _shared_samples(
     """Samples by their identity, made in a process of their own: its memory goes with it."""
     found: dict[str, StageResult] = {}
     pool = _pool(1)
+    pool.heard = lambda name, text: tell(f"samples of {name}: {text}")
     try:
         for name, run in runs.items():
             identity = samples_identity(plan, name, run)
