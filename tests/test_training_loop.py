@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
@@ -17,7 +19,9 @@ from jetspec.samples import read_samples
 from jetspec.storage import is_complete, read_json, read_manifest
 from jetspec.targets.load import load_target
 from jetspec.training import loop
+from jetspec.training.compiled import compile_parts
 from jetspec.training.config import LossConfig, TrainingConfig
+from jetspec.training.hidden_cache import OnlineTeacher
 from jetspec.training.loop import learning_rate, train
 from jetspec.training.optimizers import (
     clip_gradients,
@@ -26,6 +30,7 @@ from jetspec.training.optimizers import (
     set_learning_rate,
 )
 from jetspec.training.stage import align_weights, distil_head, starting_head
+from jetspec.training.step import Distiller
 from jetspec.training.world import World
 from tests.answers import greedy_samples, save_target, write_samples
 from tests.tiny import tiny_head, tiny_target
@@ -127,6 +132,26 @@ def test_a_report_that_stops_a_training_leaves_a_checkpoint_of_its_step(target, 
             raise loop.Stop
 
     assert run(target, samples, tmp_path / "done", config=last, report=too_late).steps == 4
+
+
+def test_heads_of_many_forms_in_one_process_are_all_compiled(target, samples, monkeypatch):
+    counter = CompileCounter()
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module: compiled(module, backend=counter)
+    )
+    monkeypatch.setattr(dynamo, "recompile_limit", 2)
+    torch._dynamo.reset()
+    corpus = loop.Corpus.from_samples(samples, 48)
+    found = []
+    for conv_rank in (0, 1, 2, 4):  # two places in each: the first layer's input has no gradient
+        head = tiny_head(target, "bidirectional", block_size=5, conv_rank=conv_rank)
+        compile_parts(head)
+        maker = loop.BatchMaker(corpus, settings(), 5, fixed_shape=True)
+        batch = maker.make([(0,)], [maker.draw(0, (0,))])
+        Distiller(head, target, LossConfig())(batch, *OnlineTeacher(target, head.taps)(batch))
+        found.append(counter.frame_count)
+    assert found == [2, 4, 6, 8]
 
 
 def optimized(target, **changes):

@@ -28,6 +28,7 @@ from jetspec.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from jetspec.training.compiled import compile_parts
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule, TrainingSamples
 from jetspec.training.hidden_cache import (
@@ -203,8 +204,7 @@ class Run:
             freeze_backbone(head)
         self.distiller = Distiller(head.train(), target, config.loss)
         if cuda and self.schedule.total_steps >= _COMPILED_STEPS:
-            for part in head.shards():
-                part.compile()
+            compile_parts(head)
         self.model = self._wrapped()
         self.optimizers = self._make_optimizers()
         self._clipped = clipped_apart(head, self.distiller)
