@@ -22,10 +22,11 @@ from jetspec.training import loop
 from jetspec.training.compiled import compile_parts
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.hidden_cache import OnlineTeacher
-from jetspec.training.loop import learning_rate, train
+from jetspec.training.loop import train
 from jetspec.training.optimizers import (
     clip_gradients,
     clipped_apart,
+    learning_rate,
     make_optimizers,
     set_learning_rate,
 )

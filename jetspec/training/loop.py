@@ -40,6 +40,7 @@ from jetspec.training.hidden_cache import (
 from jetspec.training.optimizers import (
     clip_gradients,
     clipped_apart,
+    learning_rate,
     make_optimizers,
     set_learning_rate,
 )
@@ -79,17 +80,6 @@ class TrainResult:
     tau_estimate: float
     counts: dict[str, int]
     seconds: float
-
-
-def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
-    """Linear warm-up over `warmup_fraction`, then a cosine down to `final_lr_fraction`."""
-    warmup = math.ceil(config.warmup_fraction * total)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    share = 0.5 * (1 + math.cos(math.pi * progress))
-    floor = config.final_lr_fraction
-    return config.learning_rate * (floor + (1 - floor) * share)
 
 
 def train(

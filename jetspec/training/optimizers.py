@@ -1,5 +1,6 @@
 """The optimizers of a training run, and what each of them moves."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,17 @@ def make_optimizers(
             )
         )
     return optimizers
+
+
+def learning_rate(config: TrainingConfig, step: int, total: int) -> float:
+    """Linear warm-up over `warmup_fraction`, then a cosine down to `final_lr_fraction`."""
+    warmup = math.ceil(config.warmup_fraction * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    floor = config.final_lr_fraction
+    return config.learning_rate * (floor + (1 - floor) * share)
 
 
 def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
