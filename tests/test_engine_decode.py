@@ -1,6 +1,7 @@
 """The engine gives the reference loop's tokens: every mode, in fp32, kernels interpreted."""
 
 import pytest
+import torch
 
 from jetspec.decode import decode
 from jetspec.drafters import HeadDrafter
@@ -141,6 +142,10 @@ def test_what_the_engine_cannot_run_is_refused_in_one_line() -> None:
     other.config.model_type = "phi3"
     with pytest.raises(JetspecError, match="phi3"):
         engine_for(other, None)
+    biased = target("llama")
+    biased.model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.ones(64))
+    with pytest.raises(JetspecError, match=r"bias of self_attn\.o_proj"):
+        engine_for(biased, None)
     engine = engine_for(target("llama"), None)
     with pytest.raises(JetspecError, match="raise max_rows"):
         engine.decode([[5] * 60], max_new_tokens=10)

@@ -47,6 +47,16 @@ class EngineModel:
                 f"the engine runs {', '.join(ARCHITECTURES)}; use the transformers backend",
             )
         base = target.model.base_model
+        for name, module in base.layers[0].named_modules():
+            projection = name.rpartition(".")[2]
+            biased = isinstance(module, torch.nn.Linear) and module.bias is not None
+            if biased and projection not in ("q_proj", "k_proj", "v_proj"):
+                raise JetspecError(
+                    "target.source",
+                    f"bias of {name}",
+                    "the engine adds biases to queries, keys and values alone; use the transformers "
+                    "backend",
+                )
         split_target(target, ranks.world)
         self.target, self.products, self.ranks = target, products, ranks
         self.heads = config.num_attention_heads

@@ -17,10 +17,10 @@ from jetspec.heads.parallel import ParallelHead
 from jetspec.targets.target import Target
 from kernels.launch import overlap
 
-_KINDS = {
+_KINDS = {  # by the first that a name holds: `_merge_best` holds `_merge`
+    "top-k": ("_chunk_max", "_chunk_best", "_merge_best"),
     "attention": ("_attend", "_merge", "_finish"),
     "norm, RoPE, gate": ("_add_rms_norm", "_qkv_to_cache", "_silu_mul", "_context_to_caches"),
-    "top-k": ("_chunk_max", "_chunk_best", "_merge_best"),
     "tree": ("_build", "_pack_ancestors", "_list_ancestors", "_place"),
     "commit": ("_accept", "_compact", "_advance"),
     "linears": ("_product", "gemm", "nvjet", "cutlass", "gemv", "splitKreduce", "cublas"),
