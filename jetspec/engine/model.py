@@ -54,8 +54,8 @@ class EngineModel:
                 raise JetspecError(
                     "target.source",
                     f"bias of {name}",
-                    "the engine adds biases to queries, keys and values alone; use the transformers "
-                    "backend",
+                    "the engine adds biases to queries, keys and values alone; use the "
+                    "transformers backend",
                 )
         split_target(target, ranks.world)
         self.target, self.products, self.ranks = target, products, ranks
