@@ -34,7 +34,11 @@ def first_mistake(error: ValidationError, whole: str, source: object = None) -> 
     value = first["input"] if first["loc"] or source is None else source
     if first["type"] == "extra_forbidden":
         return JetspecError(field, value, "unknown key; check its spelling")
-    mend = str(first["msg"])
+    mend = str(first["msg"]).removeprefix("Value error, ")
+    # What contradicts another setting of its section is told as `name: mend`.
+    name, told, rest = mend.partition(": ")
+    if first["type"] == "value_error" and told and name.isidentifier() and isinstance(value, dict):
+        return JetspecError(f"{field}.{name}", value.get(name, "not set"), rest)
     if first["type"] in ("model_type", "dict_type"):
         mend = "is a section; write its settings below it"
     elif value is None or value == "":

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from flows.cli import app
+from jetspec.config import parse_config
+from jetspec.errors import JetspecError
 from jetspec.storage import MANIFEST
 from tests.answers import save_target
 from tests.tiny import tiny_target
@@ -216,3 +218,17 @@ def test_a_process_of_its_own_shows_the_same_line_and_status(workspace: Workspac
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert "not found" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("head", "line"),
+    [
+        ({"edges": "selector"}, "head.edge_rank: not set: must be 1 or more for selector"),
+        ({"edge_rank": 4, "edges": "lattice", "edge_rows": "learned"}, "head.edge_rows: learned: "),
+        ({"taps": [1, 1]}, "head.taps: [1, 1]: layers must differ"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named_with_their_value(head, line) -> None:
+    with pytest.raises(JetspecError) as caught:
+        parse_config({"head": head})
+    assert str(caught.value).startswith(line)

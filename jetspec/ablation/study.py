@@ -71,7 +71,10 @@ def run_ablation(
         with keeping():
             made = _one_by_one(plan, runs, make, start_of, say)
     if all(outcome.failure for outcome in made.values()):
-        failures = "; ".join(f"{n}: {o.failure}" for n, o in made.items())
+        by_reason: dict[str, list[str]] = {}
+        for name, outcome in made.items():
+            by_reason.setdefault(str(outcome.failure), []).append(name)
+        failures = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
         raise JetspecError("ablations", f"all {len(runs)} variants failed", failures)
     left_out = Outcome((), {}, failure=LEFT_OUT)
     outcomes = {name: made.get(name, left_out) for name in plan.runs()}
