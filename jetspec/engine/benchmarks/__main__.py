@@ -206,8 +206,9 @@ class Runner:
         """Many prompts at once, against the transformers backend."""
         from jetspec.engine.benchmarks.regeneration import rates
 
-        for row in rates(self.target, 64):
-            self._keep(out, row)
+        for batch in (64, 512):
+            for row in rates(self.target, batch):
+                self._keep(out, row)
 
     def growth(self, out: list[dict[str, object]]) -> None:
         """A round against context, budget and batch beyond the other rows, with the memory used."""
