@@ -9,16 +9,13 @@ question: such wordings are cut out of both sides before anything is compared.
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from jetspec.prompts import Prompt
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _UNITS = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
@@ -61,7 +58,17 @@ class LeakReport:
         }
 
 
-def find_leaks(train: Sequence["Prompt"], held_out: Sequence["Prompt"]) -> LeakReport:
+class Asked(Protocol):
+    """What is compared: a conversation with a name."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, str]]: ...
+
+
+def find_leaks(train: Sequence[Asked], held_out: Sequence[Asked]) -> LeakReport:
     """Which of `train` ask what `held_out` asks.
 
     User turns are compared, nothing else: any training turn with the opening turn of an evaluation
@@ -115,7 +122,7 @@ class _Texts:
         owners: prompt index of each turn.
     """
 
-    def __init__(self, prompts: Sequence["Prompt"], known: _Units) -> None:
+    def __init__(self, prompts: Sequence[Asked], known: _Units) -> None:
         self.prompts = len(prompts)
         self.owners: list[int] = []
         self._units: list[str] = []

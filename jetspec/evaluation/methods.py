@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -18,9 +18,6 @@ from jetspec.evaluation.draft_models import draft_model
 from jetspec.evaluation.scoring import scored_head
 from jetspec.sampling import SamplingParams
 from jetspec.trees.config import TreeConfig
-
-if TYPE_CHECKING:
-    from jetspec.evaluation.engines import Engines
 
 Decoder = Literal["transformers", "reference", "engine"]
 PARTS = ("draft", "build", "verify", "commit")
@@ -62,6 +59,14 @@ class Decoded:
 Runner = Callable[[Sequence[Request], int], Decoded]
 
 
+class FasterDecoder(Protocol):
+    """Something beside the reference loop that decodes some cells: `engines.Engines`."""
+
+    def decodes(self, cell: Cell) -> bool: ...
+
+    def runner(self, cell: Cell) -> Runner: ...
+
+
 def sampling_params(config: EvaluationConfig, temperature: float) -> SamplingParams:
     return config.sampling_params(temperature, config.seed)
 
@@ -71,7 +76,7 @@ def make_runner(
     target: Any,
     head: Any | None,
     config: EvaluationConfig,
-    engines: "Engines | None" = None,
+    engines: FasterDecoder | None = None,
 ) -> Runner:
     """A call `(requests, max_new_tokens) -> Decoded` for the cell's method.
 
