@@ -139,7 +139,7 @@ def test_controls_survive_their_files(target, tmp_path, more):
 
 def test_a_normaliser_that_nothing_can_give_is_refused(target):
     for head in ({"edge_rank": 0}, {"edges": "lattice", "edge_rank": 4}):
-        with pytest.raises(JetspecError, match="edge_normaliser: vocabulary needs"):
+        with pytest.raises(JetspecError, match="edge_normaliser: vocabulary: needs"):
             parse_config({"head": {**head, "edge_normaliser": "vocabulary"}})
     with pytest.raises(JetspecError, match="reference loop"):
         EngineHead(tiny_head(target, **EXACT), max_rows=8, products=None)

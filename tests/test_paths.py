@@ -491,8 +491,8 @@ def test_settings_of_older_heads_keep_their_keys_and_their_meaning():
     [({"edges": "bigram", "edge_rank": 2}, "choose from none, markov, selector, lattice"),
      ({"edges": "selector"}, "must be 1 or more for selector"),
      ({"edges": "none", "edge_rank": 2}, "must be 0 where edges is none"),
-     ({"edge_rows": "learned"}, "learned needs edges of tokens: markov, selector, context"),
-     ({"edges": "lattice", "edge_rank": 2, "edge_rows": "learned"}, "learned needs edges of")],
+     ({"edge_rows": "learned"}, "learned: needs edges of tokens: markov, selector, context"),
+     ({"edges": "lattice", "edge_rank": 2, "edge_rows": "learned"}, "learned: needs edges of")],
 )  # fmt: skip
 def test_edges_that_contradict_their_rank_are_refused(head, mend):
     with pytest.raises(JetspecError, match=mend):

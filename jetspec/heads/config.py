@@ -141,11 +141,11 @@ class HeadConfig(LayerSettings):
         if heads is not None and shared is not None and heads % shared:
             raise ValueError("num_key_value_heads: must divide num_attention_heads")
         if self.edge_normaliser == "vocabulary" and self.producer in (None, "lattice"):
-            raise ValueError("edge_normaliser: vocabulary needs edges that score every token")
+            raise ValueError("edge_normaliser: needs edges that score every token")
         if self.edge_rows == "learned":
             from jetspec.heads.producers import EDGES
 
             able = [name for name, edges in EDGES.items() if edges.has_rows]
             if self.producer not in able:
-                raise ValueError(f"edge_rows: learned needs edges of tokens: {', '.join(able)}")
+                raise ValueError(f"edge_rows: needs edges of tokens: {', '.join(able)}")
         return self
