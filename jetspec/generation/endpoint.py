@@ -89,7 +89,7 @@ class EndpointBackend:
             self._failures += 1
             if self._failures >= _FAILURES_IN_A_ROW:
                 raise self._error(
-                    f"{self._failures} requests in a row failed, the last with {error}; "
+                    f"{_FAILURES_IN_A_ROW} requests in a row failed, the last with {error}; "
                     "see the server's log"
                 ) from error
             return Continuation([], "error", str(error))
