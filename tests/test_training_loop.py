@@ -135,13 +135,13 @@ def test_a_report_that_stops_a_training_leaves_a_checkpoint_of_its_step(target, 
     assert run(target, samples, tmp_path / "done", config=last, report=too_late).steps == 4
 
 
+@dynamo.patch(recompile_limit=2)  # monkeypatch would delete torch's setting, not restore it
 def test_heads_of_many_forms_in_one_process_are_all_compiled(target, samples, monkeypatch):
     counter = CompileCounter()
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module: compiled(module, backend=counter)
     )
-    monkeypatch.setattr(dynamo, "recompile_limit", 2)
     torch._dynamo.reset()
     corpus = loop.Corpus.from_samples(samples, 48)
     found = []
