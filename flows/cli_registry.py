@@ -1,14 +1,16 @@
 """Commands on registered heads: the ones that need a registry and no run file."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
 from flows.cli_options import STORAGE, Model, Storage, Tracking
-from jetspec.cli_options import HELP_OPTIONS, AsJson, OneLineErrors
+from jetspec.cli_options import HELP_OPTIONS, AsJson, OneLineErrors, choice
 from jetspec.cli_output import emit, show_view
 from jetspec.config import RunConfig, parse_config
 from jetspec.errors import JetspecError
+from jetspec.rules import Rule
+from jetspec.trees.config import Builder
 
 registry_app = typer.Typer(
     cls=OneLineErrors,
@@ -38,6 +40,20 @@ def generate(
     budget: Annotated[
         int | None, typer.Option(help="Draft nodes; by default the serving table's.", min=1)
     ] = None,
+    builder: Annotated[
+        str | None,
+        typer.Option(
+            help="The tree's shape: `chain`, `best_first`, `algorithm1` or `static`; by default "
+            "the serving table's."
+        ),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How a drafted token is accepted: `greedy` at temperature 0; above it "
+            "`sample_and_match`, or `residual`, which needs a `chain` or `static` builder."
+        ),
+    ] = None,
     model: Model = None,
     storage: Storage = STORAGE,
     tracking: Tracking = None,
@@ -48,6 +64,9 @@ def generate(
 
     if not prompt.strip():
         raise JetspecError("PROMPT", f"'{prompt}'", "is empty; write what a user would ask")
+    for option, value, names in (("--builder", builder, Builder), ("--rule", rule, Rule)):
+        if value is not None:
+            choice(option, value, get_args(names))
     config, name = _registered(model, storage, tracking)
     champion = registry.require_champion(config, name)
     made_for = {"storage": storage, "target": champion.lineage["target"]}
@@ -66,6 +85,8 @@ def generate(
             "seed": seed,
         },
         budget=budget,
+        builder=builder,
+        rule=cast(Rule | None, rule),
     )
     if as_json:
         emit({**answer.as_json(), "model": champion.name, "version": champion.version}, as_json)

@@ -12,6 +12,7 @@ from rich.text import Text
 from flows.registered import ChampionRecord
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.rules import Rule, resolve_rule
 
 # Neighbouring rounds differ in hue; all are readable on dark and on light.
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -33,6 +34,7 @@ class Answer:
 
     Attributes:
         tokens, rounds: as in `jetspec.decode.Generation`.
+        rule: how drafted tokens were accepted.
         pieces: the text of the prefill's token, then of each round.
         seconds: of decoding after the prefill.
     """
@@ -43,6 +45,7 @@ class Answer:
     seconds: float
     finish: str
     choice: Choice
+    rule: Rule
 
     @property
     def tau(self) -> float | None:
@@ -62,20 +65,25 @@ class Answer:
             "finish": self.finish,
             "builder": self.choice.builder,
             "budget": self.choice.budget,
+            "rule": self.rule,
         }
 
 
-def choose(champion: ChampionRecord, config: RunConfig, budget: int | None) -> Choice:
-    """The tree that the serving table names for one request, unless a budget is asked for."""
+def choose(
+    champion: ChampionRecord, config: RunConfig, budget: int | None, builder: str | None = None
+) -> Choice:
+    """The tree that the serving table names for one request, as far as none is asked for."""
     from jetspec.evaluation.budgets import budget_for
 
-    fallback = config.promotion.builder
+    fallback = builder or config.promotion.builder
     if budget is not None:
         return Choice(fallback, budget, "as asked")
     row = budget_for((champion.serving_table or {}).get("rows", []), _BATCH_SIZE)
     if row["budget"] == 0:
         reason = "the serving table prefers plain decoding here; drafting all the same to show it"
         return Choice(fallback, config.promotion.budget, reason)
+    if builder is not None:
+        return Choice(builder, row["budget"], "the budget from the serving table")
     return Choice(row["builder"] or "chain", row["budget"], "from the serving table")
 
 
@@ -87,16 +95,20 @@ def answer(
     max_new_tokens: int,
     sampling: Mapping[str, Any],
     budget: int | None = None,
+    builder: str | None = None,
+    rule: Rule | None = None,
 ) -> Answer:
     """Decode `prompt` as a user's message with the reference loop.
 
     Args:
         config: `target` is the one the head was made for.
         sampling: fields of `jetspec.sampling.SamplingParams`.
+        budget, builder: of the tree; None is the serving table's.
+        rule: how a drafted token is accepted; None fits the temperature (see `jetspec.rules`).
 
     Raises:
-        JetspecError: a sampling setting out of range, or the target is not the one that the
-            champion was made for.
+        JetspecError: a sampling setting out of range, a rule that does not fit the temperature or
+            the tree, or the target is not the one that the champion was made for.
     """
     from jetspec.decode import decode
     from jetspec.heads.registry import load_head
@@ -104,8 +116,12 @@ def answer(
     from jetspec.targets.load import load_target
     from jetspec.trees.config import TreeConfig
 
-    choice = choose(champion, config, budget)
+    choice = choose(champion, config, budget, builder)
     params = SamplingParams(**sampling)
+    try:
+        accepting = resolve_rule(rule, params.temperature, choice.builder)
+    except JetspecError as error:
+        raise JetspecError(f"--{error.field}", error.value, error.mend) from None
     target = load_target(config.target)
     if target.fingerprint != champion.fingerprint:
         raise JetspecError(
@@ -115,8 +131,13 @@ def answer(
             f"{target.fingerprint[:12]}); make a new head with `jetspec run`",
         )
     head = load_head(champion.head_uri).to(device=target.device, dtype=target.dtype).eval()
-    alone = choice.builder == "chain" and not head.scores_paths  # the best candidate of a slot
-    width = 1 if alone else min(config.evaluation.width, target.vocab_size)
+    # The best candidate of a slot is enough where neither path scores nor draws choose another.
+    chosen = head.scores_paths or accepting == "residual"
+    width = (
+        1
+        if choice.builder == "chain" and not chosen
+        else min(config.evaluation.width, target.vocab_size)
+    )
     tree = TreeConfig.model_validate(
         {"builder": choice.builder, "budget": choice.budget, "width": width}
     )
@@ -126,6 +147,7 @@ def answer(
         drafter=head.drafter(target, width=width),
         tree=tree,
         sampling=params,
+        rule=accepting,
         max_new_tokens=max_new_tokens,
         stop_token_ids=target.eos_token_ids,
     )
@@ -138,6 +160,7 @@ def answer(
         seconds=sum(s for phase, s in result.seconds.items() if phase != "prefill"),
         finish=generation.finish,
         choice=choice,
+        rule=accepting,
     )
 
 

@@ -208,6 +208,72 @@ def test_a_wrong_sampling_option_is_one_line(
     assert line.startswith(f"error: {field}: ")
 
 
+@pytest.mark.parametrize(
+    ("asked", "temperature", "builder", "taken"),
+    [
+        (None, "0", None, "greedy"),
+        (None, "0.8", None, "sample_and_match"),
+        ("sample_and_match", "0.8", "static", "sample_and_match"),
+        ("residual", "0.8", "static", "residual"),
+        ("residual", "0.8", "chain", "residual"),
+    ],
+)
+def test_generate_accepts_by_the_rule_that_is_asked_for(
+    registered: Workspace, asked: str | None, temperature: str, builder: str | None, taken: str
+) -> None:
+    from jetspec.decode import decode
+    from jetspec.heads.registry import load_head
+    from jetspec.sampling import SamplingParams
+    from jetspec.targets.load import load_target
+    from jetspec.trees.config import TreeConfig
+
+    jetspec(registered, "promote", "--force")
+    options = ["--max-new-tokens", "12", "--temperature", temperature, "--seed", "3"]
+    options += ["--budget", "4"] if builder else []
+    options += ["--builder", builder] if builder else []
+    options += ["--rule", asked] if asked else []
+    done = jetspec(registered, "generate", "what is a tree?", *options, "--json")
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    assert shown["rule"] == taken
+    if builder is None:
+        return
+    config = load_config(registered.run)
+    target = load_target(config.target)
+    champion = json.loads(jetspec(registered, "registry", "show", "--json").stdout)
+    width = parse_config({}).evaluation.width
+    drafter = load_head(champion["head_uri"]).drafter(target, width=width)
+    wanted = decode(
+        target,
+        [target.render([{"role": "user", "content": "what is a tree?"}])],
+        drafter=drafter,
+        tree=TreeConfig(builder=builder, budget=4, width=width),
+        sampling=SamplingParams(float(temperature), seed=3),
+        rule=taken,
+        max_new_tokens=12,
+    ).generations[0]
+    assert (shown["tokens"], shown["rounds"]) == (wanted.tokens, wanted.rounds)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rule", "best"], "--rule: best: choose from greedy, sample_and_match, residual"),
+        (["--builder", "bush"], "--builder: bush: choose from chain, "),
+        (["--rule", "greedy", "--temperature", "0.5"], "--rule: greedy: needs temperature 0, "),
+        (["--rule", "residual"], "--rule: residual: needs a temperature above 0"),
+        (["--rule", "residual", "--temperature", "1", "--builder", "best_first"],
+         "--rule: residual: draws its candidates into a fixed shape"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_does_not_fit_is_one_line(
+    registered: Workspace, options: list[str], said: str
+) -> None:
+    jetspec(registered, "promote", "--force")
+    line = one_line(jetspec(registered, "generate", "why?", *options))
+    assert line.startswith(f"error: {said}")
+
+
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt_is_refused(tmp_path: Path, prompt: str) -> None:
     line = one_line(invoke(app, "generate", prompt, "--storage", str(tmp_path / "none")))
@@ -277,7 +343,7 @@ def test_pieces_leave_out_a_round_that_only_committed_the_stop_token() -> None:
 
 def test_rounds_next_to_each_other_differ_in_colour() -> None:
     choice = generate_view.Choice("best_first", 4, "as asked")
-    answer = generate_view.Answer([0], [1, 1], ["a", "b", "c"], 1.0, "stop", choice)
+    answer = generate_view.Answer([0], [1, 1], ["a", "b", "c"], 1.0, "stop", choice, "greedy")
     text = generate_view.colored(answer)
     assert text.plain == "abc"
     assert len({str(span.style) for span in text.spans}) == 2
@@ -293,9 +359,11 @@ def test_rounds_next_to_each_other_differ_in_colour() -> None:
         ([], 7, "best_first", 7),
     ],
 )  # fmt: skip
-def test_generate_takes_the_budget_of_the_serving_table_unless_one_is_asked_for(
+def test_generate_takes_the_tree_of_the_serving_table_unless_one_is_asked_for(
     rows: list[dict[str, Any]], asked: int | None, builder: str, budget: int
 ) -> None:
     champion = ChampionRecord("n", 1, "m", "/h", "f", {}, {}, {"rows": rows}, {}, [], None)
     choice = generate_view.choose(champion, parse_config({}), asked)
     assert (choice.builder, choice.budget) == (builder, budget)
+    choice = generate_view.choose(champion, parse_config({}), asked, "static")
+    assert (choice.builder, choice.budget) == ("static", budget)
