@@ -7,7 +7,7 @@ import torch
 from jetspec.errors import JetspecError
 from jetspec.heads import doctor
 from jetspec.heads.doctor import check_head, require_fit, training_record
-from jetspec.heads.registry import save_head
+from jetspec.heads.registry import head_class, new_head, save_head
 from tests.tiny import tiny_head, tiny_target
 
 
@@ -130,12 +130,54 @@ def test_dtype_that_is_not_the_weights_is_found(target, tmp_path):
     assert failing(tmp_path, target)["dtype"] == "config says bfloat16, the weights are float32"
 
 
-def test_nan_weights_are_found(target, tmp_path):
-    head = tiny_head(target)
+PARTS = {"edges": "selector", "edge_rank": 2, "rescore": "own", "conv_rank": 2}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        ("parallel", {}, "fc.weight"),
+        ("parallel", PARTS, "layers.1.mlp_conv.taps"),
+        ("parallel", PARTS, "edges.child_proj.weight"),
+        ("parallel", {"edges": "lattice", "edge_rank": 2}, "edges.layers.0.mlp.up_proj.weight"),
+        ("parallel", PARTS, "rescorer.norm.weight"),
+        ("dspark", {}, "trunk.norm.weight"),
+        ("dspark", {}, "markov_head.markov_w2.weight"),
+        ("dspark", {}, "confidence_head.proj.bias"),
+        ("eagle3", {}, "midlayer.self_attn.k_proj.weight"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named_whatever_part_it_is_of(
+    target, tmp_path, kind, settings, named, value
+):
+    shape = {} if kind == "eagle3" else {"num_layers": 2}
+    head = new_head(head_class(kind).settings(num_taps=2, **shape, **settings), target)
     with torch.no_grad():
-        head.fc.weight[0, 0] = float("nan")
+        head.get_parameter(named).view(-1)[-1] = float(value)
     save_head(head, str(tmp_path), target_fingerprint=target.fingerprint)
-    assert "fc.weight" in failing(tmp_path, target)["finite weights"]
+    found = failing(tmp_path, target)["finite weights"]
+    assert found == f"{named.removeprefix('trunk.')} holds NaN or infinity; train again"
+
+
+def test_a_calibration_that_is_no_number_is_found(target, tmp_path):
+    head = new_head(head_class("dspark").settings(num_layers=1, num_taps=2), target)
+    head.calibration = ((1.0, 0.0), (float("nan"), 0.0))
+    save_head(head, str(tmp_path), target_fingerprint=target.fingerprint)
+    assert failing(tmp_path, target) == {
+        "finite weights": "calibration holds NaN or infinity; train again"
+    }
+
+
+def test_every_weight_of_every_file_is_counted_and_has_the_type_that_is_said(target, tmp_path):
+    head = saved(target, tmp_path, **PARTS)
+    counts = [f.detail for f in check_head(str(tmp_path), target) if f.check == "files"]
+    assert counts == [f"{sum(p.numel() for p in head.parameters()):,} weights"]
+    path = tmp_path / "edges.safetensors"
+    state = {name: t.bfloat16() for name, t in safetensors.torch.load_file(path).items()}
+    safetensors.torch.save_file(state, path)
+    found = failing(tmp_path, target)["dtype"]
+    assert found == "config says float32, the weights are bfloat16, float32"
 
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])

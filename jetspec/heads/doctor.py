@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jetspec.errors import JetspecError
-from jetspec.heads.files import read_config, read_weights
+from jetspec.heads.files import read_beside, read_config, read_weights
 from jetspec.heads.formats import FOREIGN
 from jetspec.heads.layers import RotaryEmbedding, rope_frequencies
 from jetspec.heads.parallel import ParallelHead
@@ -48,7 +48,7 @@ def check_head(
     try:
         raw = read_config(directory)
         head = load_head(directory)
-        state = read_weights(directory)
+        state = read_weights(directory) | read_beside(directory)
     except JetspecError as error:
         return [Finding(False, "files", str(error))]
     head = head.to(target.device)
@@ -56,6 +56,7 @@ def check_head(
     findings = [
         Finding(True, "files", f"{sum(t.numel() for t in state.values()):,} weights"),
         *_weights(raw, state),
+        _finite(head, state),
         *fit,
         *_training(raw.get("jetspec_training") or {}, target, enable_thinking),
     ]
@@ -124,9 +125,14 @@ def _weights(raw: dict[str, Any], state: dict[str, torch.Tensor]) -> Iterator[Fi
     same = said is None or held == [str(said).removeprefix("torch.")]
     detail = held[0] if same else f"config says {said}, the weights are {', '.join(held)}"
     yield Finding(same, "dtype", detail)
-    broken = sorted(name for name, tensor in state.items() if not torch.isfinite(tensor).all())
+
+
+def _finite(head: DraftHead, state: dict[str, torch.Tensor]) -> Finding:
+    """Weights, and the numbers that a head fits once it is trained."""
+    fitted = {"calibration": torch.tensor(getattr(head, "calibration", ()))}
+    broken = [name for name, t in (state | fitted).items() if not torch.isfinite(t).all()]
     detail = "all finite" if not broken else f"{broken[0]} holds NaN or infinity; train again"
-    yield Finding(not broken, "finite weights", detail)
+    return Finding(not broken, "finite weights", detail)
 
 
 def _mask_token(head: ParallelHead, target: Target) -> Finding:

@@ -70,7 +70,7 @@ def read_tensors(uri: str) -> dict[str, Tensor]:
 
 
 def read_weights(directory: str) -> dict[str, Tensor]:
-    """All weights of a head, from one file or from shards."""
+    """All weights of a head's trunk, from one file or from shards."""
     names = [n for n in list_files(directory) if n.endswith(".safetensors") and n not in BESIDE]
     if not names:
         raise JetspecError("head", directory, f"no {WEIGHTS}; give a head directory")
@@ -78,6 +78,16 @@ def read_weights(directory: str) -> dict[str, Tensor]:
     for name in names:
         state |= read_tensors(join(directory, name))
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def read_beside(directory: str) -> dict[str, Tensor]:
+    """The weights that lie beside the trunk's, by the names that a head has for them."""
+    state: dict[str, Tensor] = {}
+    for name in (n for n in list_files(directory) if n in BESIDE):
+        part = name.partition(".")[0]
+        tensors = read_tensors(join(directory, name))
+        state |= {f"{part}.{key}": tensor for key, tensor in tensors.items()}
+    return state
 
 
 def read_config(directory: str) -> dict[str, Any]:
