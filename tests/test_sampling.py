@@ -36,6 +36,19 @@ def test_noise_is_a_function_of_its_key_and_not_of_the_batch():
         assert torch.equal(alone[0], together[row])
 
 
+def test_noise_stays_the_same_from_version_to_version():
+    """Kept samples name the seed and not the noise; here it is by the bits that it is made of."""
+    keys, positions = request_keys([7, "a"]), torch.tensor([3, 2**20])
+    noise = [uniform_noise(2**40 + 5, keys, positions, 3, stream) for stream in Stream]
+    bits = [(values * 2.0**32 - 0.5).long().tolist() for values in noise]
+    assert bits == [
+        [[3932655993, 743559431, 1927966463], [2333873792, 2911321627, 681078028]],
+        [[2870804014, 3795973856, 3308047369], [329655654, 2549210899, 3435735670]],
+        [[3299017562, 2399674343, 1480297037], [36334041, 3668776977, 1547616473]],
+    ]
+    assert [int(stream) for stream in Stream] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("change", ["seed", "request", "position"])
 def test_noise_of_another_key_is_independent(change):
     size = 4000
@@ -114,6 +127,17 @@ def test_target_distribution_is_the_one_token_at_a_time_reference(cents, tempera
     else:
         edge = (p > 0) ^ (expected > 0)
         assert edge.sum() == 1
+
+
+def test_top_p_1_keeps_what_lies_beyond_the_precision_of_the_sum():
+    p = target_distribution(torch.tensor([40.0, 1.0, 0.0]), SamplingParams(1.0)).exp()
+    assert torch.all(p > 0)
+
+
+def test_top_p_stops_at_the_token_that_reaches_it():
+    p = target_distribution(torch.tensor([9.0, 9.0, 0.0, 0.0]), SamplingParams(1.0, top_k=2)).exp()
+    half = target_distribution(p.log(), SamplingParams(1.0, top_p=0.5)).exp()
+    assert p.tolist() == [0.5, 0.5, 0.0, 0.0] and half.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_top_p_always_leaves_the_best_token():

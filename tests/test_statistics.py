@@ -82,6 +82,44 @@ def test_pairing_removes_what_two_methods_share():
     assert paired.ci == pytest.approx((2.0, 2.0))
 
 
+def every_draw(columns):
+    """Sums of the columns over every way to draw as many units with replacement: [draws, 2]."""
+    table = np.stack([np.asarray(column, dtype=float) for column in columns], 1)
+    draws = np.array(list(itertools.product(range(len(table)), repeat=len(table))))
+    return table[draws].sum(1)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_each_end_leaves_out_its_tail_of_every_possible_draw(paired):
+    ours = [31, 8, 55, 20, 14], [10, 4, 12, 9, 3]
+    base = [9, 11, 30, 12, 7], [8, 4, 16, 9, 7]
+    sides = [every_draw(side) for side in (ours, base)]
+    taus = [sums[:, 0] / sums[:, 1] for sums in sides]
+    exact = taus[0] / taus[1] if paired else (taus[0][:, None] / taus[1]).ravel()
+    interval = paired_ratio_interval if paired else independent_ratio_interval
+    low, high = interval(*ours, *base, samples=60_000, seed=2).ci
+    tail = expanded_tail(5)
+    for end, side in ((low, exact), (-high, -exact)):
+        assert np.mean(side < end - 1e-9) < 1.3 * tail
+        assert np.mean(side < end + 1e-9) > 0.7 * tail
+
+
+def test_sides_that_are_resampled_by_themselves_do_not_cancel_out():
+    """Equal figures on both sides: paired they are equal in every draw, apart they are not."""
+    tokens, rounds = [10.0, 20.0, 60.0, 25.0], [5.0, 6.0, 9.0, 10.0]
+    sides = (tokens, rounds, tokens, rounds)
+    assert paired_ratio_interval(*sides, samples=400, seed=0).ci == (1.0, 1.0)
+    low, high = independent_ratio_interval(*sides, samples=400, seed=0).ci
+    assert low < 0.7 and high > 1.4
+
+
+def test_two_prompts_have_an_interval_from_the_one_to_the_other():
+    tau = ratio_interval([6, 20], [3, 4], samples=200, seed=0)
+    assert tau.ci == pytest.approx((2.0, 5.0))
+    apart = independent_ratio_interval([6, 20], [3, 4], [4, 1], [2, 1], samples=200, seed=0)
+    assert apart.ci == pytest.approx((1.0, 5.0))
+
+
 def test_same_seed_gives_the_same_interval():
     one, two = (ratio_interval([1, 2, 9], [1, 1, 3], samples=300, seed=4) for _ in range(2))
     assert one == two
@@ -122,5 +160,6 @@ def test_a_side_of_one_unit_is_taken_as_it_is():
     alone = ratio_interval(*ours, samples=300, seed=0)
     assert estimate.value == pytest.approx(alone.value / 3)
     assert estimate.ci == pytest.approx([bound / 3 for bound in alone.ci])
-    assert independent_ratio_interval([2.0], [1.0], [1.0], [1.0], samples=9, seed=0).ci is None
+    single = independent_ratio_interval([6.0], [2.0], [1.5], [1.0], samples=9, seed=0)
+    assert (single.value, single.ci) == (2.0, None)
     assert independent_ratio_interval([2.0], [0.0], [1.0], [1.0], samples=9, seed=0) is None
