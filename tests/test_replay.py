@@ -1,7 +1,10 @@
 import pytest
+import torch
 
 from jetspec.decode import decode
 from jetspec.drafters import HeadDrafter
+from jetspec.evaluation.agreement import Shape
+from jetspec.evaluation.everywhere import replay_everywhere
 from jetspec.evaluation.replay import mean_tau, replay_tau
 from jetspec.training.config import TrainingConfig
 from jetspec.training.loop import train
@@ -54,6 +57,58 @@ def test_replay_equals_real_decoding(target, heads, tree, edge_rank):
         assert (replay.rounds, replay.committed) == (len(answer.rounds), sum(answer.rounds))
     rounds = [count for replay in replays for count in replay.accepted]
     assert 0 in rounds and max(rounds) > 1, "a head that is never or always right tests nothing"
+
+
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """A target of so few tokens that a random head is right now and then, and its answers."""
+    target = tiny_target("llama", spread=0.3, vocab_size=14, num_layers=1)
+    prompts = [[5, 6, 7], [4, 9], [10] * 4]
+    answers = decode(target, prompts, max_new_tokens=10, stop_token_ids=()).generations
+    return target, [
+        sample(i, prompt + answer.tokens, [len(prompt)])
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+@pytest.mark.parametrize("rescore", ["own", "shared"])
+@pytest.mark.parametrize("deepest", [None, DEPTH + 2])
+def test_tau_by_replay_is_tau_by_decoding_for_budgets_around_the_depth(
+    answered, rescore, mask, deepest
+):
+    """What a second pass scores depends on the draft's depth: a budget that no deep path fits into
+    must not make it shallower."""
+    target, samples = answered
+    shape = {"block_size": DEPTH + 1, "num_layers": 1, "rescore_nodes": 10, "edge_rank": 4}
+    head = tiny_head(target, mask, rescore=rescore, **shape)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.4, generator=generator)
+    trees = [
+        TreeConfig(builder=builder, budget=budget, width=5, depth=deepest)
+        for builder, budget in (("chain", 2), ("best_first", 2), ("best_first", DEPTH),
+                                ("best_first", DEPTH + 5))
+    ]  # fmt: skip
+    at_once = replay_everywhere(target, head, samples, [Shape(tree) for tree in trees])
+    prompts = [s.input_ids[: s.loss_mask.index(1)] for s in samples]
+    for tree, together in zip(trees, at_once, strict=True):
+        drafter = head.drafter(target, width=tree.width, depth=tree.depth)
+        answers = decode(
+            target, prompts, drafter=drafter, tree=tree, max_new_tokens=10, stop_token_ids=()
+        ).generations
+        replays = replay_tau(target, head, samples, tree)
+        assert replays == together, tree
+        for answer, replay in zip(answers, replays, strict=True):
+            assert (replay.rounds, replay.committed) == (len(answer.rounds), sum(answer.rounds))
+            assert list(replay.accepted)[:-1] == answer.accepted[:-1], tree
+    accepted = [n for replays in at_once for replay in replays for n in replay.accepted]
+    assert 0 in accepted and max(accepted) > 1, "a head that is never or always right tests nothing"
 
 
 def test_every_answer_of_a_conversation_is_replayed(target, heads):

@@ -117,7 +117,9 @@ def _walk(
     rows = [row for row in range(len(chosen)) if answers[row]]
     anchors = [answers[row][0][0] for row in rows]  # the position each running row stands at
     cache.keep_sequences(torch.tensor(rows, dtype=torch.long, device=target.device))
-    depth = min(tree.depth or head.depth, tree.budget)
+    # As deep as decoding drafts, whatever the budget: a second pass scores what the slots of one
+    # depth propose, and a bidirectional block holds other slots where it is longer.
+    depth = tree.depth or head.depth
     while rows:
         place = torch.tensor(anchors, device=target.device)
         running = tokens[torch.tensor(rows, device=target.device)]
