@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig, LayerSettings
 from jetspec.heads.files import DType
+from jetspec.heads.linear import Linear
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import DraftHead, register
 from jetspec.heads.rows import LearnedRows
@@ -102,7 +103,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, hidden_size: int, rank: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(hidden_size + rank, 1)
+        self.proj = Linear(hidden_size + rank, 1)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[..., d], [..., r] -> fp32 [...]."""

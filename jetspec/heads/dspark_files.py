@@ -63,7 +63,7 @@ def load_dspark(cls: type[_DSpark], raw: dict[str, Any], directory: str) -> _DSp
         found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
         place = join(directory, CONFIG)
         raise JetspecError("head", place, f"is no DSpark head's ({found})") from error
-    head = cls(
+    head = cls.unset(
         config,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,

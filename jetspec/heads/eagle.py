@@ -29,6 +29,7 @@ from jetspec.heads.layers import (
     attend,
     rotate,
 )
+from jetspec.heads.linear import Linear
 from jetspec.heads.registry import DraftHead, register
 from jetspec.heads.sizes import resolve_head_config
 from jetspec.trees.levels import draft_levels
@@ -147,7 +148,7 @@ class EagleAttention(HeadAttention):
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__(config, 2 * hidden_size)
-        self.o_proj = nn.Linear(self.q_proj.out_features, hidden_size, bias=False)
+        self.o_proj = Linear(self.q_proj.out_features, hidden_size, bias=False)
 
     def read(
         self, x: Tensor, rotary: Rotary, keys_values: KeysValues, mask: Tensor | BlockMask
@@ -198,7 +199,7 @@ class EagleHead(DraftHead):
         super().__init__(config, **sizes)
         assert config.rms_norm_eps is not None
         layer = config.layer()
-        self.fc = nn.Linear(len(self.taps) * self.hidden_size, self.hidden_size, bias=False)
+        self.fc = Linear(len(self.taps) * self.hidden_size, self.hidden_size, bias=False)
         self.midlayer = EagleLayer(layer, self.hidden_size)
         self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(layer)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetspec.heads.config import HeadConfig, Normaliser
+from jetspec.heads.linear import Linear
 from jetspec.heads.rows import Embed, LearnedRows, ProjectedRows, TokenRows
 from jetspec.trees.draft import log_sums
 
@@ -212,7 +213,7 @@ class MarkovEdges(EdgeProducer):
         self.rank = rank
         self.parent_proj = _rows(hidden_size, rank, vocab_size if self.sees_parents else None)
         self.child_proj = _rows(hidden_size, rank, vocab_size)
-        self.gate_proj = nn.Linear(hidden_size, rank, bias=False) if gate else None
+        self.gate_proj = Linear(hidden_size, rank, bias=False) if gate else None
 
     @classmethod
     def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:

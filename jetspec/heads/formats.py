@@ -264,7 +264,7 @@ def _mask(own: dict[str, Any], directory: str) -> str:
 
 def build_head(cls: type[_Parallel], shape: HeadShape, directory: str) -> _Parallel:
     """The head of `shape` with the weights of `directory`."""
-    head = cls(
+    head = cls.unset(
         shape.config,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.edges import EdgeProducer, Factors, Places
 from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
+from jetspec.heads.linear import Linear
 from jetspec.heads.rows import Embed, ProjectedRows
 
 _HEAD_DIM = 32
@@ -45,13 +46,13 @@ class LatticeEdges(EdgeProducer):
             max_position_embeddings=1024,
         )
         self.token_proj = ProjectedRows(hidden_size, width)
-        self.hidden_proj = nn.Linear(hidden_size, width, bias=False)
-        self.score_proj = nn.Linear(1, width, bias=False)
+        self.hidden_proj = Linear(hidden_size, width, bias=False)
+        self.score_proj = Linear(1, width, bias=False)
         self.layers = nn.ModuleList(HeadLayer(shape, width) for _ in range(layers))
         self.norm = RMSNorm(width, _EPS)
-        self.parent_proj = nn.Linear(width, rank, bias=False)
-        self.child_proj = nn.Linear(width, rank, bias=False)
-        self.gate_proj = nn.Linear(hidden_size, rank, bias=False)
+        self.parent_proj = Linear(width, rank, bias=False)
+        self.child_proj = Linear(width, rank, bias=False)
+        self.gate_proj = Linear(hidden_size, rank, bias=False)
         self.rotary = RotaryEmbedding(shape)
 
     @classmethod

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from jetspec.errors import JetspecError
 from jetspec.heads.config import HeadConfig
+from jetspec.heads.linear import Linear
 
 Rotary = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
@@ -137,10 +138,10 @@ class HeadAttention(nn.Module):
             heads * config.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(hidden_size, shared, bias=False)
-        self.v_proj = nn.Linear(hidden_size, shared, bias=False)
-        self.o_proj = nn.Linear(query, hidden_size, bias=False)
+        self.q_proj = Linear(hidden_size, query, bias=False)
+        self.k_proj = Linear(hidden_size, shared, bias=False)
+        self.v_proj = Linear(hidden_size, shared, bias=False)
+        self.o_proj = Linear(query, hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -167,9 +168,9 @@ class HeadMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -184,8 +185,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
-        self.down_proj = nn.Linear(size, rank, bias=False)
-        self.up_proj = nn.Linear(rank, 2 * size, bias=False)
+        self.down_proj = Linear(size, rank, bias=False)
+        self.up_proj = Linear(rank, 2 * size, bias=False)
         self.taps = nn.Parameter(torch.zeros(2 * size))
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from jetspec.heads.layers import (
     block_shift,
     parent_rows,
 )
+from jetspec.heads.linear import Linear
 from jetspec.heads.producers import make_edges
 from jetspec.heads.registry import DraftHead, register
 from jetspec.heads.rescore import Rescorer, ancestor_scores
@@ -65,7 +66,7 @@ class ParallelHead(DraftHead):
             num_target_layers=num_target_layers,
         )
         assert config.taps is not None and config.rms_norm_eps is not None
-        self.fc = nn.Linear(len(config.taps) * hidden_size, hidden_size, bias=False)
+        self.fc = Linear(len(config.taps) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
             HeadLayer(config, hidden_size) for _ in range(config.num_layers)

@@ -32,6 +32,7 @@ from jetspec.heads.files import (
     read_weights,
     write_tensors,
 )
+from jetspec.heads.linear import weights_unset
 from jetspec.storage import join, write_json
 from jetspec.trees.draft import Draft
 from jetspec.trees.tree import Tree
@@ -102,6 +103,16 @@ class DraftHead(nn.Module):
         return next(self.parameters()).dtype
 
     @classmethod
+    def unset(cls, config: Any, **sizes: int) -> Self:
+        """A head on the CPU whose weights are not set: the caller sets all of them.
+
+        Args:
+            config, sizes: as the constructor has them.
+        """
+        with weights_unset():
+            return cls(config, **sizes)
+
+    @classmethod
     def resolve(cls, config: Any, target: "Target") -> Any:
         """`config` with every size that it leaves open filled in from the target."""
         return config
@@ -112,7 +123,7 @@ class DraftHead(nn.Module):
 
         The same seed gives the same weights on every device.
         """
-        head = cls(
+        head = cls.unset(
             cls.resolve(config, target),
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
@@ -132,7 +143,7 @@ class DraftHead(nn.Module):
     def empty_copy(self) -> Self:
         """A head of the same shape whose weights are not set, on the CPU."""
         sizes = {name: getattr(self, name) for name in _SIZES}
-        return type(self)(self.config, **sizes)
+        return self.unset(self.config, **sizes)
 
     def added_to(self, start: Self) -> frozenset[str]:
         """Settings in which this head may differ from the one it warm-starts from: parts that
@@ -270,7 +281,7 @@ class DraftHead(nn.Module):
             key = ".".join(str(part) for part in first["loc"]) or "config"
             mend = f"{first['msg']} ({join(directory, CONFIG)})"
             raise JetspecError(f"head.{key}", first["input"], mend) from error
-        head = cls(config, **{name: raw[name] for name in _SIZES})
+        head = cls.unset(config, **{name: raw[name] for name in _SIZES})
         load_state(head, read_weights(directory), set(head.state_dict()), directory)
         return head.eval()
 

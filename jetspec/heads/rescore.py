@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.layers import HeadLayer, RMSNorm
+from jetspec.heads.linear import Linear
 from jetspec.heads.rows import unit_rows
 from jetspec.trees.tree import Tree
 
@@ -30,13 +31,13 @@ class Rescorer(nn.Module):
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
         assert config.rms_norm_eps is not None
-        self.token_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.hidden_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.token_proj = Linear(hidden_size, hidden_size, bias=False)
+        self.hidden_proj = Linear(hidden_size, hidden_size, bias=False)
         self.layers = nn.ModuleList(
             HeadLayer(config, hidden_size) for _ in range(config.rescore_layers)
         )
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from jetspec.heads.linear import Linear
 
 Embed = Callable[[Tensor], Tensor]
 _LEARNED_SPREAD = 1.0  # length of a fresh row; see `LearnedRows.spread`
@@ -19,7 +21,7 @@ def unit_rows(embeddings: Tensor) -> Tensor:
     return F.rms_norm(embeddings, embeddings.shape[-1:])
 
 
-class ProjectedRows(nn.Linear):
+class ProjectedRows(Linear):
     """P E[token], each row of the frozen embedding E scaled to unit root-mean-square so that
     targets with small and with large embeddings train alike.
 
@@ -54,7 +56,7 @@ class ProjectedRows(nn.Linear):
         return self.of(distinct, embed), places  # a token's row is projected once
 
 
-class LearnedRows(nn.Linear):
+class LearnedRows(Linear):
     """W[token], one learned row a token: DSpark's published form (arXiv 2607.05147).
 
     As a linear map it takes a row to its products with every token's.
