@@ -1,5 +1,7 @@
 """Gates: each refuses for its own reason, in words, and none passes for want of figures."""
 
+import re
+
 import pytest
 
 from jetspec.promotion import PromotionConfig, gates
@@ -39,6 +41,35 @@ def test_first_head_whose_interval_reaches_one_is_refused():
     assert not reason(verdict, "tau").passed
 
 
+def few_or_many(few, many):
+    """tau by prompt: `few` on every third one, `many` on the others."""
+    return lambda name: few if int(name[-1]) % 3 == 0 else many
+
+
+@pytest.mark.parametrize("gate", ["tau", "tau over the champion", "speed"])
+def test_a_gain_whose_interval_reaches_below_one_is_refused(gate):
+    """The figure lies above 1 and so does its upper bound: the lower bound alone decides."""
+    if gate == "speed":
+        ours, champion = on_gpu(head(few_or_many(5.0, 1.2), seconds=0.15)), None
+    elif gate == "tau":
+        lucky = group({("tree", 16): runner(tau=lambda name: 3.0 if name[-1] == "0" else 1.0)})
+        ours, champion = lucky, None
+    else:
+        ours, champion = head(few_or_many(4.0, 2.0)), head(few_or_many(2.0, 2.1))
+    detail = reason(gates(ours, champion, DOCTOR, CONFIG), gate.split()[0])
+    value, low, high = map(
+        float, re.search(r"([\d.]+) \[([\d.]+), ([\d.]+)\]", detail.detail).groups()
+    )
+    assert low <= 1 < value < high
+    assert not detail.passed
+
+
+def test_one_prompt_has_no_interval_and_promotes_nothing():
+    verdict = gates(group({("tree", 16): runner(tau=3.0)}, count=1), None, DOCTOR, CONFIG)
+    assert [r.gate for r in verdict.reasons if not r.passed] == ["tau"]
+    assert "one prompt: no interval" in reason(verdict, "tau").detail
+
+
 def test_better_head_replaces_the_champion_on_the_shared_prompts():
     verdict = gates(head(2.4), head(2.0), DOCTOR, CONFIG)
     assert verdict.promote, verdict.reasons
@@ -72,6 +103,25 @@ def test_a_slice_that_lost_too_much_blocks_a_better_average():
     assert reason(gates(ours, head(2.0), DOCTOR, lenient), "slices").passed
 
 
+def test_a_slice_may_lose_just_as_much_as_is_allowed():
+    half = CONFIG.model_copy(update={"max_slice_loss": 0.5})
+    ours, theirs = (head(tau, slices=("code",)) for tau in (1.0, 2.0))
+    for records, tokens in ((ours, 10), (theirs, 20)):
+        for row in (row for record in records for row in record["per_prompt"]):
+            row["tokens"], row["rounds"] = tokens, 10
+    detail = reason(gates(ours, theirs, DOCTOR, half), "slices")
+    assert "code at 0.500" in detail.detail and detail.passed
+
+
+def test_a_slice_of_answers_without_a_round_is_no_worse():
+    ours, theirs = head(2.4), head(2.0)
+    for record in (*ours, *theirs):
+        if record["slice"] == "code":
+            for row in record["per_prompt"]:
+                row["tokens"] = row["rounds"] = 0
+    assert reason(gates(ours, theirs, DOCTOR, CONFIG), "slices").passed
+
+
 def test_champion_of_another_target_is_set_aside_and_said_so():
     theirs = head(9.0, target_fingerprint="a" * 64)
     verdict = gates(head(2.0), theirs, DOCTOR, CONFIG)
@@ -83,7 +133,9 @@ def test_champion_of_another_target_is_set_aside_and_said_so():
 def test_champion_on_no_shared_prompt_is_not_beaten_by_default():
     verdict = gates(head(4.0), head(2.0, slices=("chat",)), DOCTOR, CONFIG)
     assert not verdict.promote
-    assert not reason(verdict, "tau").passed and not reason(verdict, "slices").passed
+    for gate in ("tau", "slices"):
+        assert not reason(verdict, gate).passed
+        assert "not measured on any of the same prompts" in reason(verdict, gate).detail
 
 
 def test_lossy_cell_at_any_budget_blocks():
@@ -152,7 +204,25 @@ def test_a_withheld_speedup_on_a_gpu_blocks():
 @pytest.mark.parametrize("field", ["budget", "batch_size"])
 def test_only_the_configured_cells_are_judged(field):
     other = CONFIG.model_copy(update={field: 8})
-    assert not reason(gates(head(2.0), None, DOCTOR, other), "measured").passed
+    measured = reason(gates(head(2.0), None, DOCTOR, other), "measured")
+    assert not measured.passed and "no cell with best_first trees" in measured.detail
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"budget": 0},
+        {"batch_size": 0},
+        {"max_slice_loss": 1.0},
+        {"max_slice_loss": -0.1},
+        {"hysteresis": -0.1},
+        {"bootstrap_samples": 99},
+    ],
+    ids=str,
+)
+def test_gates_that_could_not_refuse_are_no_configuration(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        PromotionConfig(**bad)
 
 
 def test_verdict_is_plain_json():

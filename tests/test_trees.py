@@ -31,14 +31,19 @@ def brute_force(draft: Draft, row: int, config: TreeConfig) -> list[tuple[int, .
     return sorted(ranks for _, _, ranks in sorted(paths)[: config.budget])
 
 
-def tree_paths(tree: Tree, draft: Draft, row: int) -> list[tuple[int, ...]]:
-    """Every draft node of one tree as its path of ranks."""
-    paths: dict[int, tuple[int, ...]] = {0: ()}
+def path_of_each(tree: Tree, draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """The path of ranks of every node of one tree, the root's being empty."""
+    paths: list[tuple[int, ...]] = [()]
     for node in range(1, int(tree.sizes[row])):
         above = paths[int(tree.parents[row, node])]
         slot = draft.tokens[row, len(above)].tolist()
-        paths[node] = (*above, slot.index(int(tree.tokens[row, node])))
-    return sorted(path for node, path in paths.items() if node)
+        paths.append((*above, slot.index(int(tree.tokens[row, node]))))
+    return paths
+
+
+def tree_paths(tree: Tree, draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """Every draft node of one tree as its path of ranks."""
+    return sorted(path_of_each(tree, draft, row)[1:])
 
 
 drafts = st.builds(
@@ -53,8 +58,18 @@ drafts = st.builds(
 scores = st.sampled_from(["cumulative", "entropy", "hybrid", "survival"])
 
 
+def with_gaps(draft: Draft, share: float, seed: int) -> Draft:
+    """The draft without some of its edges: candidates that do not exist, whole rows of them too."""
+    generator = torch.Generator().manual_seed(seed)
+    missing = torch.rand(draft.edge_scores.shape, generator=generator) < share
+    return Draft(draft.tokens, draft.edge_scores.masked_fill(missing, -torch.inf))
+
+
+gappy_drafts = st.builds(with_gaps, drafts, st.sampled_from([0, 0.3, 0.8]), st.integers(0, 999))
+
+
 @settings(max_examples=60, deadline=None)
-@given(drafts, st.integers(1, 40), scores, st.booleans())
+@given(gappy_drafts, st.integers(1, 40), scores, st.booleans())
 def test_best_first_is_the_brute_force_best_prefix_closed_set(draft, budget, score, confident):
     config = TreeConfig(builder="best_first", budget=budget, score=score, calibration=(0.6, 1.8))
     if confident:
@@ -67,7 +82,7 @@ def test_best_first_is_the_brute_force_best_prefix_closed_set(draft, budget, sco
 
 
 @settings(max_examples=60, deadline=None)
-@given(drafts, st.integers(1, 40))
+@given(gappy_drafts, st.integers(1, 40))
 def test_best_first_is_never_worse_than_algorithm1(draft, budget):
     anchors = torch.zeros(draft.tokens.shape[0], dtype=torch.long)
     exact = build_tree(draft, anchors, TreeConfig(builder="best_first", budget=budget))
@@ -76,7 +91,7 @@ def test_best_first_is_never_worse_than_algorithm1(draft, budget):
 
 
 @settings(max_examples=60, deadline=None)
-@given(drafts, st.integers(1, 40), st.sampled_from(sorted(BUILDERS)), scores)
+@given(gappy_drafts, st.integers(1, 40), st.sampled_from(sorted(BUILDERS)), scores)
 def test_every_builder_gives_a_valid_tree_within_budget(draft, budget, builder, score):
     config = TreeConfig(builder=builder, budget=budget, score=score)
     anchors = torch.arange(100, 100 + draft.tokens.shape[0])
@@ -85,11 +100,27 @@ def test_every_builder_gives_a_valid_tree_within_budget(draft, budget, builder, 
     assert torch.equal(tree.tokens[:, 0], anchors)
     assert int(tree.sizes.max()) <= budget + 1
     for row in range(len(anchors)):
-        for path in tree_paths(tree, draft, row):
+        size, mass = int(tree.sizes[row]), 0.0
+        for node, path in enumerate(path_of_each(tree, draft, row)):
             total, parent = 0.0, 0
             for slot, rank in enumerate(path):
                 total, parent = total + float(draft.edge_scores[row, slot, parent, rank]), rank
-            assert any(math.isclose(total, s, abs_tol=1e-4) for s in tree.scores[row].tolist())
+            assert tree.scores[row, node].item() == pytest.approx(total, abs=1e-4)
+            mass += math.exp(total) if path else 0.0
+        assert tree.surrogate()[row].item() == pytest.approx(mass, rel=1e-4)
+        assert torch.all(tree.scores[row, size:] == -torch.inf)
+        assert not tree.depths[row, size:].any()
+
+
+def test_padding_of_a_smaller_tree_in_the_batch_counts_for_nothing():
+    edges = torch.tensor([0.5, 0.25]).log().expand(2, 2, 2, 2).clone()
+    edges[0, 0, 0, 1] = edges[0, 1] = -torch.inf
+    draft = Draft(torch.arange(4).view(1, 2, 2).expand(2, -1, -1), edges)
+    for builder in BUILDERS:
+        tree = build_tree(draft, torch.tensor([7, 8]), TreeConfig(builder=builder, budget=6))
+        assert int(tree.sizes[0]) == 2 < int(tree.sizes[1])
+        assert tree.surrogate()[0].item() == pytest.approx(0.5)
+        assert torch.all(tree.scores[0, 2:] == -torch.inf)
 
 
 def test_best_first_beats_algorithm1_where_a_popped_nodes_children_are_unlikely():
