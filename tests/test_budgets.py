@@ -93,6 +93,25 @@ def test_a_method_that_failed_on_one_slice_does_not_contend():
     assert choices(serving_table(broken, 0.03)) == {1: ("plain", 0)}
 
 
+def test_plain_decoding_says_which_slices_a_method_must_cover():
+    """With nothing measured beside the two: a tree of the easy slice alone is no contender."""
+    records = matrix({(("plain", 0), 1): 0.1, (("tree", 64), 1): 0.02}, slices=("math", "code"))
+    kept = [
+        r
+        for r in records
+        if r["method"] == "plain" or (r["method"], r["slice"]) == ("tree", "math")
+    ]
+    assert choices(serving_table(kept, 0.03)) == {1: ("plain", 0)}
+
+
+def test_a_method_on_another_decoder_than_plain_decoding_does_not_contend():
+    records = matrix({(("plain", 0), 1): 0.1, (("tree", 64), 1): 0.02})
+    elsewhere = [{**r, "decoder": "engine"} if r["method"] == "tree" else r for r in records]
+    assert choices(serving_table(elsewhere, 0.03)) == {1: ("plain", 0)}
+    both = [{**r, "decoder": "engine"} for r in records]
+    assert choices(serving_table(both, 0.03)) == {1: ("tree", 64)}
+
+
 def test_a_method_whose_output_differs_does_not_contend():
     records = matrix({(("plain", 0), 1): 0.1, (("tree", 16), 1): 0.02})
     for record in records:
