@@ -68,6 +68,30 @@ def test_best_first_pruning_is_the_true_best_prefix_closed_set(budget, coarse):
             assert all(whole[token] == score for token, score in found.items())
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+def test_width_keeps_the_best_children_wherever_they_stand(width, coarse):
+    """Siblings in no order, some tied: of equal ones the first, and nothing below a lost one."""
+    lost = 0
+    for seed in range(8):
+        tree = random_tree(seed, nodes=12, coarse=coarse)
+        pruned = prune_tree(tree, TreeConfig(budget=12, width=width))
+        pruned.validate()
+        for row in range(2):
+            parents, scores = tree.parents[row].tolist(), tree.scores[row].tolist()
+            expected, reached = [], [0]
+            while reached:
+                node = reached.pop()
+                expected.append(node + 10)
+                below = [
+                    child for child in range(1, int(tree.sizes[row])) if parents[child] == node
+                ]
+                reached += sorted(below, key=lambda child: (-scores[child], child))[:width]
+            assert sorted(kept(pruned, row)) == sorted(expected)
+            lost += int(tree.sizes[row]) - len(expected)
+    assert lost > 20
+
+
 @pytest.mark.parametrize("limits", [{}, {"depth": 2}, {"width": 2}, {"depth": 3, "width": 3}])
 @pytest.mark.parametrize("builder", ["chain", "algorithm1", "best_first"])
 def test_pruning_the_full_tree_is_building_the_small_one(builder, limits):

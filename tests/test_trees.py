@@ -184,6 +184,15 @@ def test_ancestor_mask_shows_the_path_and_nothing_else():
     )
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
     assert tree.ancestor_mask()[0].long().tolist() == expected
+    assert tree.valid().tolist() == [[True, True, True, True, False]]
+
+
+def test_plain_decodings_tree_is_the_anchor_alone():
+    tree = Tree.root_only(torch.tensor([5, 9, 4]))
+    tree.validate()
+    assert tree.tokens.tolist() == [[5], [9], [4]] and tree.sizes.tolist() == [1, 1, 1]
+    assert tree.valid().tolist() == tree.ancestor_mask()[:, 0].tolist() == [[True]] * 3
+    assert tree.surrogate().tolist() == [0, 0, 0] and tree.proposal is None
 
 
 @pytest.mark.parametrize("score", ["cumulative", "entropy", "hybrid", "survival"])
@@ -191,6 +200,41 @@ def test_edge_terms_never_lift_a_child_above_its_parent(score):
     edges = torch.randn(2, 3, 4, 4) - 0.5  # unnormalised: some above 0
     terms = order_edges(edges, TreeConfig(score=score, alpha=2.0, calibration=(0.5, 2.0)))
     assert torch.all(terms <= 0)
+
+
+def term(edges: list[list[list[float]]], slot: int, parent: int, child: int, config, confidence):
+    """One edge's term of the configured score, from the formulas in the order they are told in."""
+    row = [min(value, 0.0) for value in edges[slot][parent]]
+    log_q = row[child]
+    if log_q == -math.inf:
+        return -math.inf
+    if config.score == "cumulative":
+        return log_q
+    if config.score == "survival":
+        q, depth = math.exp(log_q), min(slot, len(config.calibration) - 1)
+        odds = (q / (1 - q)) ** (1 / config.calibration[depth]) if q < 1 else math.inf
+        survives = odds / (1 + odds) if odds < math.inf else 1.0
+        return math.log(survives) + math.log(confidence[slot][parent])
+    masses = [math.exp(value) for value in row]
+    masses.append(max(0.0, 1 - sum(masses)))
+    entropy = -sum(mass * math.log(mass) for mass in masses if mass > 0)
+    return -entropy if config.score == "entropy" else log_q - config.alpha * entropy
+
+
+@pytest.mark.parametrize("score", ["cumulative", "entropy", "hybrid", "survival"])
+@pytest.mark.parametrize("mass", [0.4, 1.0, 1.6])
+def test_every_score_is_its_formula_edge_by_edge(score, mass):
+    """Rows whose candidates leave mass to other tokens, hold all of it, or are not normalised."""
+    generator = torch.Generator().manual_seed(4)
+    edges = torch.randn(2, 3, 4, 4, generator=generator).log_softmax(-1) + math.log(mass)
+    edges[0, 1, 2] = edges[1, 2, 0, 1] = -torch.inf
+    edges[0, 0, 0], edges[0, 0, 0, 1:] = 0.2, -torch.inf
+    confidence = torch.rand(2, 3, 4, generator=generator)
+    config = TreeConfig(score=score, alpha=0.7, calibration=(0.5, 2.0))
+    terms = order_edges(edges, config, confidence)
+    for row, slot, parent, child in itertools.product(range(2), range(3), range(4), range(4)):
+        expected = term(edges[row].tolist(), slot, parent, child, config, confidence[row].tolist())
+        assert terms[row, slot, parent, child].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_entropy_score_prefers_children_of_sure_parents():
@@ -352,9 +396,31 @@ def test_calibration_finds_the_temperature_of_each_depth():
     assert fit_calibration(torch.zeros(0), torch.zeros(0).bool(), torch.zeros(0).long()) == ()
 
 
+def test_calibration_takes_what_rounding_lifts_above_certainty_for_certain():
+    accepted, depths = torch.tensor([True, True, False, True]), torch.ones(4).long()
+    found = [
+        fit_calibration(torch.tensor([certain, -0.3, -0.7, -1.2]), accepted, depths)
+        for certain in (0.0, 1e-6)
+    ]
+    assert found[0] == found[1]
+
+
+def test_calibration_stays_within_its_bounds_and_begins_at_one():
+    half = torch.tensor([True, False] * 4)
+    hopeless = fit_calibration(torch.full((8,), 0.9).log(), half, torch.full((8,), 2))
+    assert hopeless == pytest.approx((1.0, 10.0))
+    sure = fit_calibration(torch.full((8,), 0.6).log(), half | True, torch.ones(8).long())
+    assert sure == pytest.approx((0.1,))
+    wider = fit_calibration(torch.full((8,), 0.9).log(), half, torch.ones(8).long(), largest=30.0)
+    assert wider == pytest.approx((30.0,))
+
+
 def test_edge_scores_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="edge_scores"):
         Draft(torch.zeros(1, 2, 3, dtype=torch.long), torch.zeros(1, 2, 3))
+
+
+BARE = {"parents": torch.full((1, 3), -1), "depths": torch.zeros(1, 3, dtype=torch.long)}
 
 
 @pytest.mark.parametrize(
@@ -364,6 +430,13 @@ def test_edge_scores_of_another_shape_are_refused():
         ({"depths": torch.tensor([[0, 2, 1]])}, "one below"),
         ({"tokens": torch.tensor([[1, 5, 5]])}, "same token"),
         ({"sizes": torch.tensor([4])}, "size 4"),
+        ({"sizes": torch.tensor([0])}, "size 0"),
+        ({"depths": torch.tensor([[1, 1, 1]])}, "not a root"),
+        ({"parents": torch.tensor([[0, 0, 0]])}, "not a root"),
+        ({"scores": torch.tensor([[-0.5, -1.0, -1.0]])}, "root's score"),
+        ({"sizes": torch.tensor([2]), "depths": torch.tensor([[0, 1, 0]])}, "padding has a parent"),
+        ({"sizes": torch.tensor([2]), "parents": torch.tensor([[-1, 0, -1]])}, "padding"),
+        ({"sizes": torch.tensor([1]), **BARE, "scores": torch.zeros(1, 3)}, "padding"),
     ],
 )
 def test_validate_names_what_is_wrong(change, message):

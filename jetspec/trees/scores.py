@@ -81,7 +81,7 @@ def fit_calibration(
             grid = torch.linspace(low, high, 41, dtype=torch.double, device=log_q.device)
             loss = -F.logsigmoid(sign[:, None] * logit[:, None] / grid.exp()).sum(0)
             best, step = float(grid[loss.argmin()]), (high - low) / 40
-            low, high = best - step, best + step
+            low, high = max(low, best - step), min(high, best + step)
         empty = not bool(here.any())
         found.append((found[-1] if found else 1.0) if empty else math.exp(best))
     return tuple(found)
@@ -99,5 +99,4 @@ def _entropy(log_q: Tensor) -> Tensor:
     """
     q = log_q.exp()
     rest = (1.0 - q.sum(-1)).clamp(min=0.0)
-    entropy = -torch.xlogy(q, q).sum(-1) - torch.xlogy(rest, rest)
-    return entropy.clamp(min=0.0)
+    return -torch.xlogy(q, q).sum(-1) - torch.xlogy(rest, rest)

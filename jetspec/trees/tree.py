@@ -1,5 +1,6 @@
 """The draft tree: one flat record that builders write and verification reads."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +90,8 @@ class Tree:
                 raise ValueError(f"row {row}: size {size} outside 1..{len(parents)}")
             if parents[0] != -1 or depths[0] != 0:
                 raise ValueError(f"row {row}: node 0 is not a root")
+            if self.scores[row, 0] != 0:
+                raise ValueError(f"row {row}: the root's score is not 0")
             edges = set()
             for node in range(1, size):
                 parent = parents[node]
@@ -99,5 +102,6 @@ class Tree:
                 edges.add((parent, int(self.tokens[row, node])))
             if len(edges) != size - 1:
                 raise ValueError(f"row {row}: two children of one parent have the same token")
-            if any(parent != -1 for parent in parents[size:]):
-                raise ValueError(f"row {row}: padding has a parent")
+            rest = (parents[size:], depths[size:], self.scores[row, size:].tolist())
+            if any(bare != (-1, 0, -math.inf) for bare in zip(*rest, strict=True)):
+                raise ValueError(f"row {row}: padding has a parent, a depth or a score")
