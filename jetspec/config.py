@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
 from jetspec.errors import JetspecError
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.generation.config import RegenerationConfig
-from jetspec.heads.config import HeadConfig, HeadSettings, parse_head
+from jetspec.heads.config import HeadConfig, HeadSettings
+from jetspec.heads.registry import parse_head
 from jetspec.promotion import PromotionConfig
 from jetspec.prompts import PromptsConfig
 from jetspec.settings import Settings, first_mistake

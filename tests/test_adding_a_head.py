@@ -11,12 +11,13 @@ from jetspec.config import parse_config
 from jetspec.decode import decode
 from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import replay_tau
+from jetspec.heads.base import HEADS, DraftHead, register
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadSettings
 from jetspec.heads.doctor import check_head
 from jetspec.heads.edges import EdgeProducer, Factors
 from jetspec.heads.producers import EDGES
-from jetspec.heads.registry import HEADS, DraftHead, load_head, register
+from jetspec.heads.registry import load_head
 from jetspec.targets.load import load_target
 from jetspec.training.stage import distil_head
 from jetspec.training.step import Statistics, distil_slots

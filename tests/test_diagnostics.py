@@ -28,8 +28,7 @@ from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request, make_runner
 from jetspec.evaluation.replay import replay_tau
 from jetspec.evaluation.statistics import paired_ratio_interval
-from jetspec.heads.config import parse_head
-from jetspec.heads.registry import new_head
+from jetspec.heads.registry import new_head, parse_head
 from jetspec.training.config import TrainingConfig
 from jetspec.training.loop import train
 from jetspec.trees.build import build_tree

@@ -1,8 +1,9 @@
-"""The one import rule: imports point down only."""
+"""The import rules: imports point down only, and none comes back to where it started."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,87 @@ def test_upward_imports_are_not_hidden_inside_functions(package: str) -> None:
         if (bad := imported_roots(path.read_text(), everywhere=True) & upward)
     }
     assert offenders == {}
+
+
+def project_modules() -> dict[str, str]:
+    """Dotted name -> source of every module of the three packages."""
+    found = {}
+    for package in ("jetspec", "kernels", "flows"):
+        for path in modules(package):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def imported_modules(source: str, known: Collection[str]) -> set[str]:
+    """Modules of `known` that a module imports anywhere in it, for more than types: named by a
+    statement, or in full by a string, as `importlib` is given them. With a module come the
+    packages above it, whose own code runs first."""
+    named: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "the project writes imports out in full"
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            named |= {node.value} & set(known)
+    above = {name.rsplit(".", depth)[0] for name in named for depth in range(name.count(".") + 1)}
+    return above & set(known)
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, by however many steps."""
+    reach = {}
+    for name, source in sources.items():
+        own_packages = {name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)}
+        reach[name] = imported_modules(source, sources) - own_packages
+    while True:
+        further = {name: seen.union(*(reach[n] for n in seen)) for name, seen in reach.items()}
+        if further == reach:
+            break
+        reach = further
+    groups = {
+        tuple(sorted(other for other in reach[name] if name in reach[other]))
+        for name in reach
+        if name in reach[name]
+    }
+    return sorted(map(list, groups))
+
+
+def test_no_module_imports_one_that_imports_it_back() -> None:
+    assert circles(project_modules()) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import a.one",
+        "from a.one import thing",
+        "from a import one",
+        "def f():\n    if f:\n        from a.one import thing",
+        "class C:\n    def f(self):\n        import a.one as b",
+        "import importlib\nNAMES = {'one': 'a.one'}",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import a.one",
+    ],
+)
+def test_the_rule_sees_a_circle_however_it_is_closed(back: str) -> None:
+    sources = {"a": "", "a.one": "import b.two", "b": "", "b.two": "from c import x", "c": back}
+    assert circles(sources) == [["a.one", "b.two", "c"]]
+    package = {"a": "", "a.one": "import b.two", "b": back, "b.two": ""}
+    assert circles(package) == [["a.one", "b"]], "a package's code runs before its modules'"
+
+
+def test_the_rule_allows_types_and_a_package_that_gathers_its_own_modules() -> None:
+    types = "import typing\nif typing.TYPE_CHECKING:\n    from a.one import Thing\n'see a.one'"
+    assert circles({"a": "", "a.one": "import b", "b": types}) == []
+    assert circles({"a": "from a.one import x", "a.one": "import a.two", "a.two": ""}) == []
 
 
 def test_the_rule_sees_a_forbidden_import_at_module_level_and_in_a_function() -> None:

@@ -13,8 +13,9 @@ import jetspec.verify
 from jetspec.decode import decode
 from jetspec.drafters import DraftModelDrafter, LookupDrafter
 from jetspec.errors import JetspecError
+from jetspec.heads.base import HEADS
 from jetspec.heads.producers import EDGES
-from jetspec.heads.registry import HEADS, MODULES, head_class, new_head
+from jetspec.heads.registry import MODULES, head_class, new_head
 from jetspec.sampling import SamplingParams
 from jetspec.trees.build import BUILDERS
 from jetspec.trees.config import TreeConfig

@@ -24,7 +24,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.cells import cell_label
 from jetspec.evaluation.matrix import load_fitting_head
 from jetspec.evaluation.replay import mean_tau, replay_tau
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 from jetspec.records import environment
 from jetspec.samples import STATUSES, Sample, read_samples, samples_hash
 from jetspec.storage import (

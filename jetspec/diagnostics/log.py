@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetspec.diagnostics.proposals import Proposal, pad_trees, select, stored, stored_bytes
 from jetspec.errors import JetspecError
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 from jetspec.storage import atomic_write, filesystem
 from jetspec.targets.target import Target
 from jetspec.training.corpus import Corpus

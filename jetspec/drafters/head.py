@@ -9,7 +9,7 @@ from jetspec.trees.draft import Draft
 from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
-    from jetspec.heads.registry import DraftHead
+    from jetspec.heads.base import DraftHead
     from jetspec.targets.target import Target
 
 

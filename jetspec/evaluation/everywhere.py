@@ -17,8 +17,8 @@ from torch import Tensor
 from jetspec.evaluation.agreement import Shape, agreed
 from jetspec.evaluation.replay import Replay
 from jetspec.evaluation.scoring import scored_head
+from jetspec.heads.base import DraftCache, DraftHead
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import DraftCache, DraftHead
 from jetspec.samples import Sample
 from jetspec.targets.target import Target
 from jetspec.training.corpus import Corpus

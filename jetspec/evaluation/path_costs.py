@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from jetspec.heads.base import DraftHead
 from jetspec.heads.config import HeadConfig
-from jetspec.heads.registry import DraftHead, new_head
+from jetspec.heads.registry import new_head
 from jetspec.records import environment
 from jetspec.storage import write_json
 from jetspec.targets.config import TargetConfig

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetspec.heads.registry import DraftCache, DraftHead
+from jetspec.heads.base import DraftCache, DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.corpus import Corpus
 from jetspec.training.hidden_cache import HiddenStates, OnlineTeacher, sample_states

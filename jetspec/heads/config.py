@@ -43,22 +43,6 @@ class LayerSettings(HeadSettings):
     max_position_embeddings: int | None = Field(None, ge=1)
 
 
-def parse_head(value: Any) -> Any:
-    """Plain values -> the settings class of their `kind`; anything else as it is.
-
-    Raises:
-        JetspecError: no head has that name.
-    """
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("kind", PARALLEL)
-    if kind == PARALLEL:
-        return HeadConfig.model_validate(value)
-    from jetspec.heads.registry import head_class
-
-    return head_class(str(kind)).settings.model_validate(value)
-
-
 class HeadConfig(LayerSettings):
     """A parallel draft head; sizes left at None follow the target's.
 

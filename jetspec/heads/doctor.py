@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from jetspec.errors import JetspecError
+from jetspec.heads.base import DraftHead
 from jetspec.heads.files import read_beside, read_config, read_weights
 from jetspec.heads.formats import FOREIGN
 from jetspec.heads.layers import RotaryEmbedding, rope_frequencies
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import DraftHead, load_head
+from jetspec.heads.registry import load_head
 from jetspec.heads.sizes import target_rope
 from jetspec.storage import content_hash
 from jetspec.targets.target import Target

@@ -17,19 +17,23 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from jetspec.heads.base import DraftHead, register
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig, LayerSettings
+from jetspec.heads.dspark_files import load_dspark, save_dspark
 from jetspec.heads.files import DType
 from jetspec.heads.linear import Linear
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import DraftHead, register
 from jetspec.heads.rows import LearnedRows
+from jetspec.training.blocks import Batch, attention_mask
+from jetspec.training.calibration import chain_rounds, fit_calibration
+from jetspec.training.config import LossConfig
+from jetspec.training.losses import slot_losses_on
+from jetspec.training.step import Statistics
 from jetspec.trees.draft import Draft
 
 if TYPE_CHECKING:
     from jetspec.targets.target import Target
-    from jetspec.training.blocks import Batch
-    from jetspec.training.config import LossConfig
     from jetspec.training.corpus import Corpus
     from jetspec.training.hidden_cache import HiddenStates
 
@@ -155,18 +159,14 @@ class DSparkHead(DraftHead):
 
     def loss(
         self,
-        batch: "Batch",
+        batch: Batch,
         taps: Tensor,
         teacher_hidden: Tensor,
         target: "Target",
-        config: "LossConfig",
+        config: LossConfig,
     ) -> tuple[Tensor, Tensor]:
         """The draft's loss, teacher-forced (a place's parent is the true token), and the
         confidence head's, whose gradient reaches that head alone."""
-        from jetspec.training.blocks import attention_mask
-        from jetspec.training.losses import slot_losses_on
-        from jetspec.training.step import Statistics
-
         # Places are slots less the last mask: blocks shorter by one.
         block = replace(batch, weights=batch.weights[:, :, 1:])
         hidden = self.trunk(
@@ -304,8 +304,6 @@ class DSparkHead(DraftHead):
         self, target: "Target", corpus: "Corpus", heldout: np.ndarray, states: "HiddenStates"
     ) -> None:
         """Calibrate the confidence on the chains of held-out rounds, depth by depth."""
-        from jetspec.training.calibration import chain_rounds, fit_calibration
-
         self.calibration = fit_calibration(*chain_rounds(self, target, corpus, heldout, states))
 
     def _calibrated(self, said: Tensor) -> Tensor:
@@ -317,14 +315,10 @@ class DSparkHead(DraftHead):
         return scale * said + offset
 
     def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
-        from jetspec.heads.dspark_files import save_dspark
-
         save_dspark(self, directory, record, dtype)
 
     @classmethod
     def load(cls, raw: dict[str, Any], directory: str) -> Self:
-        from jetspec.heads.dspark_files import load_dspark
-
         return load_dspark(cls, raw, directory)
 
 

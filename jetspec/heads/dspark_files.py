@@ -4,23 +4,27 @@ Our settings and the calibration lie beside the published keys, so that other re
 they know, and their directories are read with our defaults for what is ours.
 """
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from jetspec.errors import JetspecError
-from jetspec.heads.dspark import SHARED, DSparkHead
+from jetspec.heads.base import OWN
+from jetspec.heads.config import HeadConfig
 from jetspec.heads.files import CONFIG, WEIGHTS, DType, load_state, read_weights, write_tensors
-from jetspec.heads.formats import FOREIGN, dspark_shape, layer_config
-from jetspec.heads.registry import OWN
+from jetspec.heads.formats import FOREIGN, layer_config
+from jetspec.heads.readers import dspark_shape
 from jetspec.storage import join, write_json
+
+if TYPE_CHECKING:
+    from jetspec.heads.dspark import DSparkHead
 
 _CALIBRATION = "jetspec_calibration"
 _TRUNK = "trunk."  # our name for what published weights name without a prefix
-_DSpark = TypeVar("_DSpark", bound=DSparkHead)
+_DSpark = TypeVar("_DSpark", bound="DSparkHead")
 
 
-def save_dspark(head: DSparkHead, directory: str, record: dict[str, Any], dtype: DType) -> None:
+def save_dspark(head: "DSparkHead", directory: str, record: dict[str, Any], dtype: DType) -> None:
     """Write `head`; see `DraftHead.save`."""
     state = {name.removeprefix(_TRUNK): t for name, t in head.state_dict().items()}
     write_tensors(join(directory, WEIGHTS), state, dtype)
@@ -56,7 +60,8 @@ def load_dspark(cls: type[_DSpark], raw: dict[str, Any], directory: str) -> _DSp
     shape = dspark_shape(raw, directory, {})
     own = raw.get(OWN, {"markov_rank": raw.get("markov_rank")})
     try:
-        fields = {name: getattr(shape.config, name) for name in (*SHARED, "block_size")}
+        shared = (cls.settings.model_fields.keys() & HeadConfig.model_fields.keys()) - {"kind"}
+        fields = {name: getattr(shape.config, name) for name in shared}
         config = cls.settings.model_validate(fields | own)
         calibration = tuple((float(a), float(b)) for a, b in raw.get(_CALIBRATION, ()))
     except (ValidationError, TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from jetspec.heads.base import DraftHead, register
 from jetspec.heads.config import HeadConfig, LayerSettings
 from jetspec.heads.layers import (
     HeadAttention,
@@ -30,15 +31,15 @@ from jetspec.heads.layers import (
     rotate,
 )
 from jetspec.heads.linear import Linear
-from jetspec.heads.registry import DraftHead, register
 from jetspec.heads.sizes import resolve_head_config
+from jetspec.training.blocks import Batch, dense_mask
+from jetspec.training.config import LossConfig
+from jetspec.training.step import Statistics, distil_slots
 from jetspec.trees.levels import draft_levels
 from jetspec.trees.tree import Tree
 
 if TYPE_CHECKING:
     from jetspec.targets.target import Target
-    from jetspec.training.blocks import Batch
-    from jetspec.training.config import LossConfig
 
 
 class EagleConfig(LayerSettings):
@@ -263,14 +264,12 @@ class EagleHead(DraftHead):
 
     def loss(
         self,
-        batch: "Batch",
+        batch: Batch,
         taps: Tensor,
         teacher_hidden: Tensor,
         target: "Target",
-        config: "LossConfig",
+        config: LossConfig,
     ) -> tuple[Tensor, Tensor]:
-        from jetspec.training.step import Statistics, distil_slots
-
         hidden = self.unroll(
             self.fc(taps),
             target.embed(batch.input_ids),
@@ -359,8 +358,6 @@ def unroll_mask(
         taken = key - context
         own = (taken >= 0) & (taken % blocks == query) & (taken // blocks <= newest)
         return ((key < context) & seen) | own
-
-    from jetspec.training.blocks import dense_mask
 
     keys = context + depth * blocks
     if anchors.device.type != "cuda":

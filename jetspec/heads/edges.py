@@ -11,17 +11,19 @@ heads/producers.py.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jetspec.heads.config import HeadConfig, Normaliser
 from jetspec.heads.linear import Linear
 from jetspec.heads.rows import Embed, LearnedRows, ProjectedRows, TokenRows
 from jetspec.trees.draft import log_sums
+
+if TYPE_CHECKING:
+    from jetspec.heads.config import HeadConfig, Normaliser
 
 _BLOCKS = 128  # blocks whose whole lattice exists at one time in training, at least
 _LATTICE_BYTES = 2 << 30  # fp32 embeddings of the blocks that a GPU takes at one time
@@ -58,10 +60,10 @@ class EdgeProducer(nn.Module):
     # Whether `head.edge_rows` says where its factors come from.
     has_rows: ClassVar[bool] = False
     # `head.edge_normaliser`: over what an edge's probability is made to sum to one.
-    normaliser: Normaliser = "candidates"
+    normaliser: "Normaliser" = "candidates"
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+    def of(cls, config: "HeadConfig", hidden_size: int, vocab_size: int) -> Self:
         """The producer that `config` describes; hidden_size: d of the embedding and of slots;
         vocab_size: V."""
         raise NotImplementedError
@@ -216,7 +218,7 @@ class MarkovEdges(EdgeProducer):
         self.gate_proj = Linear(hidden_size, rank, bias=False) if gate else None
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+    def of(cls, config: "HeadConfig", hidden_size: int, vocab_size: int) -> Self:
         return cls(
             hidden_size, config.edge_rank, gate=config.edge_gate, **_learned(config, vocab_size)
         )
@@ -302,7 +304,7 @@ class SelectorEdges(MarkovEdges):
         super().__init__(hidden_size, rank, gate=True, vocab_size=vocab_size)
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+    def of(cls, config: "HeadConfig", hidden_size: int, vocab_size: int) -> Self:
         return cls(hidden_size, config.edge_rank, **_learned(config, vocab_size))
 
     @torch.no_grad()
@@ -326,7 +328,7 @@ class ContextEdges(MarkovEdges):
     sees_parents = False
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+    def of(cls, config: "HeadConfig", hidden_size: int, vocab_size: int) -> Self:
         return cls(hidden_size, config.edge_rank, gate=True, **_learned(config, vocab_size))
 
     def behind(self, parents: Tensor, hidden: Tensor, embed: Embed) -> Tensor:
@@ -335,7 +337,7 @@ class ContextEdges(MarkovEdges):
         return (self.parent_proj(hidden) * gate).expand(*parents.shape, -1)
 
 
-def _learned(config: HeadConfig, vocab_size: int) -> dict[str, int]:
+def _learned(config: "HeadConfig", vocab_size: int) -> dict[str, int]:
     """The argument that asks for learned rows, where `config` does."""
     return {"vocab_size": vocab_size} if config.edge_rows == "learned" else {}
 

@@ -1,37 +1,31 @@
-"""Formats B (speculators) and C (DSpark): to and from.
+"""Heads for other readers: formats B (speculators) and C (DSpark), and A as it is.
 
 B counts tapped layers from the embedding, so its ids are ours plus one. C writes the path scores
 as Markov tables over the vocabulary, W1[parent] · W2[child].
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.errors import JetspecError
+from jetspec.heads.base import DraftHead
+from jetspec.heads.doctor import require_fit
 from jetspec.heads.edges import MarkovEdges
-from jetspec.heads.files import CONFIG, DType
+from jetspec.heads.files import DType
 from jetspec.heads.formats import (
     TABLES,
-    HeadShape,
-    dspark_shape,
+    Format,
     layer_config,
     native_config,
     own_config,
-    own_fields,
-    read_native,
     trunk_state,
     write_beside,
     write_head,
 )
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import DraftHead
-from jetspec.storage import join
 from jetspec.targets.target import Target
-
-Format = Literal["jetspec", "speculators", "dspark"]
 
 
 def export_head(
@@ -55,8 +49,6 @@ def export_head(
     Raises:
         JetspecError: the format is unknown, or `head` does not fit `target` or the formats.
     """
-    from jetspec.heads.doctor import require_fit
-
     if not isinstance(head, ParallelHead):
         raise JetspecError("head.kind", head.config.kind, "only parallel heads have export formats")
     require_fit(head, target, directory)
@@ -141,64 +133,3 @@ def _markov_tables(head: ParallelHead, target: Target) -> dict[str, Tensor]:
     sides = {"w1": edges.parent_proj, "w2": edges.child_proj}
     tables = {name: side.table(embed, head.vocab_size) for name, side in sides.items()}
     return {f"{TABLES}markov_{name}.weight": table for name, table in tables.items()}
-
-
-def format_of(raw: dict[str, Any], directory: str) -> Format:
-    """Which format a config file is in.
-
-    Raises:
-        JetspecError: none of the three.
-    """
-    if "speculators_model_type" in raw:
-        if raw["speculators_model_type"] != "dflash":
-            kind = raw["speculators_model_type"]
-            raise JetspecError("head.speculators_model_type", kind, "only dflash heads are read")
-        return "speculators"
-    if raw.get("architectures") == ["Qwen3DSparkModel"]:
-        return "dspark"
-    if "dflash_config" in raw:
-        return "jetspec"
-    raise JetspecError("head", join(directory, CONFIG), "no dflash_config; not a parallel head")
-
-
-def _read_speculators(raw: dict[str, Any], directory: str) -> HeadShape:
-    layers = raw.get("transformer_layer_config") or {}
-    vocabulary = raw.get("draft_vocab_size")
-    if vocabulary is not None and vocabulary != layers.get("vocab_size"):
-        raise JetspecError(
-            "head.draft_vocab_size",
-            vocabulary,
-            f"differs from vocab_size {layers.get('vocab_size')}; cut vocabularies are not read",
-        )
-    taps = raw.get("aux_hidden_state_layer_ids")
-    return HeadShape(
-        layers,
-        directory,
-        mask="bidirectional" if raw.get("sliding_window_non_causal") else "causal",
-        block_size=raw.get("block_size"),
-        taps=None if taps is None else [layer - 1 for layer in taps],
-        mask_token_id=raw.get("mask_token_id"),
-        num_target_layers=raw.get("num_target_layers"),
-        own=own_fields(raw),
-    )
-
-
-def _read_dspark(raw: dict[str, Any], directory: str) -> HeadShape:
-    if raw.get("markov_rank") and raw.get("jetspec_edges") is None:
-        raise JetspecError(
-            "head.markov_rank",
-            raw["markov_rank"],
-            "Markov tables of another trainer are not read; give a head without them",
-        )
-    for key, wanted in (("sample_from_anchor", False), ("enable_confidence_head", False)):
-        # Both default to true in C.
-        if raw.get(key, True) != wanted:
-            raise JetspecError(f"head.{key}", raw.get(key, True), "only false is supported")
-    return dspark_shape(raw, directory, own_fields(raw))
-
-
-READERS: dict[Format, Callable[[dict[str, Any], str], HeadShape]] = {
-    "jetspec": read_native,
-    "speculators": _read_speculators,
-    "dspark": _read_dspark,
-}

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec.heads.config import HeadConfig
 from jetspec.heads.edges import EdgeProducer, Factors, Places
-from jetspec.heads.layers import HeadLayer, RMSNorm, RotaryEmbedding
+from jetspec.heads.layers import HeadLayer, LayerShape, RMSNorm, RotaryEmbedding
 from jetspec.heads.linear import Linear
 from jetspec.heads.rows import Embed, ProjectedRows
+
+if TYPE_CHECKING:
+    from jetspec.heads.config import HeadConfig
 
 _HEAD_DIM = 32
 _EPS = 1e-6
@@ -34,9 +36,7 @@ class LatticeEdges(EdgeProducer):
 
     def __init__(self, hidden_size: int, rank: int, *, layers: int, width: int) -> None:
         super().__init__()
-        shape = HeadConfig(
-            num_layers=layers,
-            taps=(0,),
+        shape = LayerShape(
             intermediate_size=2 * width,
             num_attention_heads=width // _HEAD_DIM,
             num_key_value_heads=width // _HEAD_DIM,
@@ -56,7 +56,7 @@ class LatticeEdges(EdgeProducer):
         self.rotary = RotaryEmbedding(shape)
 
     @classmethod
-    def of(cls, config: HeadConfig, hidden_size: int, vocab_size: int) -> Self:
+    def of(cls, config: "HeadConfig", hidden_size: int, vocab_size: int) -> Self:
         return cls(
             hidden_size, config.edge_rank, layers=config.edge_layers, width=config.edge_width
         )

@@ -5,7 +5,8 @@ Parameter names are those of checkpoint format A (z-lab DFlash), so a state dict
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,31 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from jetspec.errors import JetspecError
-from jetspec.heads.config import HeadConfig
 from jetspec.heads.linear import Linear
+
+if TYPE_CHECKING:
+    from jetspec.heads.config import HeadConfig
 
 Rotary = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 Previous = Callable[[Tensor], Tensor]  # x [B, S, d] -> the row before each, zero where none is
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a decoder layer is built from; a head's resolved settings say as much."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    conv_rank: int = 0
+
+
+Shape = Union["HeadConfig", LayerShape]
 
 
 class RMSNorm(nn.Module):
@@ -63,7 +83,7 @@ def rope_frequencies(
 class RotaryEmbedding:
     """cos and sin of positions. Not a module: frequencies stay fp32 whatever the head's dtype."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: Shape) -> None:
         assert config.rope_parameters and config.head_dim and config.max_position_embeddings
         self.frequencies, self.factor = rope_frequencies(
             config.rope_parameters, config.head_dim, config.max_position_embeddings
@@ -129,7 +149,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 class HeadAttention(nn.Module):
     """Grouped-query attention whose keys are the fused context followed by the block's slots."""
 
-    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+    def __init__(self, config: Shape, hidden_size: int) -> None:
         super().__init__()
         assert config.num_attention_heads and config.num_key_value_heads
         assert config.head_dim and config.rms_norm_eps
@@ -225,7 +245,7 @@ class HeadLayer(nn.Module):
     With `conv_rank` a convolution inside the block mixes the input of either.
     """
 
-    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+    def __init__(self, config: Shape, hidden_size: int) -> None:
         super().__init__()
         assert config.intermediate_size and config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)

@@ -6,15 +6,17 @@ the embedding and the output projection are the target's own and live with the t
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from jetspec.heads.base import DraftHead, register
 from jetspec.heads.cache import HeadCache
 from jetspec.heads.config import HeadConfig
 from jetspec.heads.files import DType
+from jetspec.heads.formats import save_native
 from jetspec.heads.layers import (
     BlockConvolution,
     HeadLayer,
@@ -26,18 +28,17 @@ from jetspec.heads.layers import (
 )
 from jetspec.heads.linear import Linear
 from jetspec.heads.producers import make_edges
-from jetspec.heads.registry import DraftHead, register
+from jetspec.heads.readers import load_parallel
 from jetspec.heads.rescore import Rescorer, ancestor_scores
 from jetspec.heads.sizes import resolve_head_config
 from jetspec.targets.target import Target
+from jetspec.training.blocks import Batch
+from jetspec.training.config import LossConfig
+from jetspec.training.step import block_loss
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft, best_tokens
 from jetspec.trees.tree import Tree
-
-if TYPE_CHECKING:
-    from jetspec.training.blocks import Batch
-    from jetspec.training.config import LossConfig
 
 
 @register
@@ -146,25 +147,19 @@ class ParallelHead(DraftHead):
 
     def loss(
         self,
-        batch: "Batch",
+        batch: Batch,
         taps: Tensor,
         teacher_hidden: Tensor,
         target: Target,
-        config: "LossConfig",
+        config: LossConfig,
     ) -> tuple[Tensor, Tensor]:
-        from jetspec.training.step import block_loss
-
         return block_loss(self, batch, taps, teacher_hidden, target, config)
 
     def save(self, directory: str, *, record: dict[str, Any], dtype: DType = "fp32") -> None:
-        from jetspec.heads.formats import save_native
-
         save_native(self, directory, record, dtype)
 
     @classmethod
     def load(cls, raw: dict[str, Any], directory: str) -> Self:
-        from jetspec.heads.formats import load_parallel
-
         return load_parallel(cls, raw, directory)
 
     def _layers(self) -> list[HeadLayer]:

@@ -1,8 +1,12 @@
 """The edge producers by name: `head.edges` of a run file."""
 
-from jetspec.heads.config import HeadConfig
+from typing import TYPE_CHECKING
+
 from jetspec.heads.edges import ContextEdges, EdgeProducer, MarkovEdges, SelectorEdges
 from jetspec.heads.lattice import LatticeEdges
+
+if TYPE_CHECKING:
+    from jetspec.heads.config import HeadConfig
 
 EDGES: dict[str, type[EdgeProducer]] = {
     "markov": MarkovEdges,
@@ -12,7 +16,7 @@ EDGES: dict[str, type[EdgeProducer]] = {
 }
 
 
-def make_edges(config: HeadConfig, hidden_size: int, vocab_size: int) -> EdgeProducer | None:
+def make_edges(config: "HeadConfig", hidden_size: int, vocab_size: int) -> EdgeProducer | None:
     """The producer of `config`, or None where slot scores stand alone."""
     name = config.producer
     if name is None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jetspec.errors import JetspecError
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 from jetspec.targets.kv_cache import KVCache
 from jetspec.targets.target import Target
 

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from jetspec.errors import JetspecError
-from jetspec.heads.registry import DraftHead, load_head, save_head
+from jetspec.heads.base import DraftHead
+from jetspec.heads.registry import load_head, save_head
 from jetspec.storage import (
     MANIFEST,
     atomic_write,

@@ -1,6 +1,6 @@
 """Compiled layers of the heads that one process trains one after another."""
 
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 
 _FORMS = 64  # of one layer: by mask, shapes, what of it is trained, and its place in the head
 

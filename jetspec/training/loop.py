@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jetspec.errors import JetspecError
 from jetspec.evaluation.replay import replay_corpus
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 from jetspec.storage import content_hash
 from jetspec.targets.target import Target
 from jetspec.training.checkpoints import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jetspec.errors import JetspecError
-from jetspec.heads.registry import DraftHead
+from jetspec.heads.base import DraftHead
 from jetspec.training.config import TrainingConfig
 
 RATIO = "lr_ratio"

@@ -13,9 +13,10 @@ import torch
 from jetspec import __version__
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.heads.base import DraftHead
 from jetspec.heads.config import HeadSettings
 from jetspec.heads.doctor import require_fit, training_record
-from jetspec.heads.registry import DraftHead, load_head, new_head, save_head
+from jetspec.heads.registry import load_head, new_head, save_head
 from jetspec.kept import kept
 from jetspec.records import environment
 from jetspec.samples import SampleColumns, read_columns

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from jetspec.heads.base import DraftHead
 from jetspec.heads.edges import Places
-from jetspec.heads.registry import DraftHead
 from jetspec.targets.target import Target
 from jetspec.training.blocks import Batch, attention_mask
 from jetspec.training.config import LossConfig

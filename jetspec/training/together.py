@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from jetspec.config import RunConfig
 from jetspec.errors import JetspecError
+from jetspec.heads.base import DraftHead
 from jetspec.heads.config import PARALLEL
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import DraftHead
 from jetspec.stages import StageResult
 from jetspec.storage import atomic_write, content_hash, filesystem, join, stage_uri
 from jetspec.targets.load import load_target
