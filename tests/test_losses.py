@@ -119,12 +119,18 @@ def test_batch_without_slots_gives_zero_gradients(kind):
         p[name] = p[name][:0]
     result, gradient = run(p, LossConfig(kind=kind), with_candidates=True)
     assert float(result.loss.detach()) == 0 and not gradient.any()
+    assert result.hits.shape == (0,)
+    width = LossConfig().edge_candidates
+    shapes = [tuple(field.shape) for field in result.candidates]
+    assert shapes == [(0, width), (0, width), (0, width), (0,)]
 
 
-def test_true_token_is_always_among_the_candidates():
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_true_token_is_always_among_the_candidates(chunk):
     p = problem(slots=40, positions=30)
-    result, _ = run(p, LossConfig(edge_candidates=3, chunk_tokens=7), with_candidates=True)
+    result, _ = run(p, LossConfig(edge_candidates=3, chunk_tokens=chunk), with_candidates=True)
     tokens, log_q, log_p, inserted = result.candidates
+    assert tokens.shape == (40, 3)
     assert (tokens == p["labels"][:, None]).any(-1).all()
     z_q = p["hidden"][p["slots"]] @ p["weight"].T
     z_p = p["teacher"][p["teachers"][p["shared"]]] @ p["weight"].T

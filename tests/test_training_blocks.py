@@ -62,6 +62,10 @@ def test_teacher_of_token_n_plus_k_stands_one_before_it():
         assert k >= 1 and teacher == row * width + batch.anchors[row, a] + k - 1
     assert len(batch.slots) == int((batch.weights > 0).sum())
     assert batch.shared.tolist() == sorted(batch.shared.tolist())
+    for slot, place in zip(batch.slots.tolist(), batch.chosen().tolist(), strict=True):
+        row, block, k = np.unravel_index(slot, (*batch.anchors.shape, DEPTH + 1))
+        assert np.unravel_index(place, batch.labels.shape) == (row, block, k - 1)
+        assert batch.true_ids().view(-1)[slot] == batch.labels.view(-1)[place]
 
 
 def test_slots_stand_behind_their_anchor_and_hold_masks():
