@@ -130,8 +130,9 @@ def compact_kv(
 @triton.jit
 def _advance(
     tokens_ptr, path_ptr, lengths_ptr, bonus_ptr, table_ptr, prefix_ptr, anchors_ptr, ids_ptr,
-    out_ptr, positions_ptr, cache_rows_ptr, picked_ptr, nodes, max_path, max_pages, ids_stride,
-    PAGE: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, history_ptr, positions_ptr, cache_rows_ptr, picked_ptr, nodes, max_path, max_pages,
+    ids_stride, capacity,
+    HISTORY: tl.constexpr, PAGE: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     seq = tl.program_id(0)
@@ -149,6 +150,9 @@ def _advance(
     tl.store(out, length.to(tl.int64))
     tl.store(out + 1 + step, token, mask=ok)
     row = prefix + step
+    if HISTORY:  # the anchor stands at the prefix already, what it is followed by behind it
+        text = history_ptr + seq.to(tl.int64) * capacity
+        tl.store(text + 1 + row, token.to(tl.int32), mask=step < length)
     page = tl.load(table_ptr + seq * max_pages + row // PAGE, mask=step < length, other=0)
     at = seq * max_path + step
     tl.store(positions_ptr + at, row, mask=ok)
@@ -164,6 +168,7 @@ def _advance(
 def advance(
     tokens: Tensor, path: Tensor, lengths: Tensor, bonus: Tensor, page_table: Tensor,
     page_size: int, prefix: Tensor, anchors: Tensor, ids: Tensor, out: Tensor,
+    history: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Count a round: what it committed, where its rows lie, and the next round's start.
 
@@ -173,6 +178,7 @@ def advance(
         ids: long [B, S], the next draft's slots; column 0 becomes the anchors.
         out: long [B, P + 1], becomes the length and the committed tokens: the path's below its
             root, then the bonus.
+        history: int32 [B, R], each sequence's tokens up to its anchor; takes the committed ones.
 
     Returns:
         For every step of every path, [B P]: position int32, cache row long (-1 beyond the length)
@@ -185,8 +191,10 @@ def advance(
     picked = torch.empty(batch * max_path, dtype=torch.int64, device=device)
     # One warp: every lane reads the prefix before any writes it.
     _advance[(batch,)](
-        tokens, path, lengths, bonus, page_table, prefix, anchors, ids, out, positions, cache_rows,
-        picked, tokens.shape[1], max_path, page_table.shape[1], ids.stride(0),
-        PAGE=page_size, PATH=triton.next_power_of_2(max_path), num_warps=1, **dependent(),
+        tokens, path, lengths, bonus, page_table, prefix, anchors, ids, out,
+        prefix if history is None else history, positions, cache_rows, picked, tokens.shape[1],
+        max_path, page_table.shape[1], ids.stride(0), 0 if history is None else history.shape[1],
+        HISTORY=history is not None, PAGE=page_size, PATH=triton.next_power_of_2(max_path),
+        num_warps=1, **dependent(),
     )  # fmt: skip
     return positions, cache_rows, picked

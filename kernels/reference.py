@@ -291,3 +291,25 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tens
             result = (down[expert].float() @ inner.float()).to(x.dtype).float()
             out[choice, token] = result * weights[token, choice]
     return out
+
+
+def look_up(
+    history: Tensor, prefix: Tensor, limits: Tensor, *, ngram: int, depth: int
+) -> tuple[Tensor, Tensor]:
+    """What followed the last of the longest earlier matches of each text's end."""
+    tokens = torch.zeros(len(history), 1 + depth, dtype=torch.long)
+    sizes = torch.ones(len(history), dtype=torch.long)
+    for row, last in enumerate(prefix.tolist()):
+        text = history[row, : last + 1].cpu().long()
+        tokens[row, 0] = text[last]
+        lengths = torch.zeros(last, dtype=torch.long)  # of the match that ends at each place
+        same = torch.ones(last, dtype=torch.bool)
+        for back in range(min(ngram, last)):
+            same[:back] = False
+            same &= text.roll(back)[:last] == text[last - back]
+            lengths += same
+        if last and int(lengths.max()):
+            end = int((lengths == lengths.max()).nonzero()[-1])
+            tokens[row, 1:] = text[end + 1 + torch.arange(depth) % (last - end)]
+            sizes[row] = 1 + min(depth, int(limits[row]))
+    return tokens.to(history.device), sizes.to(history.device)

@@ -11,10 +11,10 @@ from jetspec.evaluation.bench import open_engines, run_group
 from jetspec.evaluation.budgets import serving_table
 from jetspec.evaluation.cells import Cell, cells
 from jetspec.evaluation.config import EvaluationConfig
-from jetspec.evaluation.methods import Request
+from jetspec.evaluation.methods import Request, make_runner
 from jetspec.evaluation.output_check import check_outputs
 from jetspec.evaluation.report import markdown_table
-from tests.measured import FakePrompt, FakeTarget, by_method
+from tests.measured import FakePrompt, FakeTarget
 from tests.test_kernels_setup import interpreted
 from tests.tiny import tiny_head, tiny_target
 
@@ -26,7 +26,8 @@ from jetspec.evaluation.engines import Engines  # noqa: E402
 
 CONFIG = EvaluationConfig(
     max_new_tokens=4, warmup_prompts=0, bootstrap_samples=100, width=3, budgets=(3,),
-    methods=("plain", "lookup", "chain", "tree"), lookup_depth=2, backend="engine",
+    methods=("plain", "lookup", "chain", "tree"), builders=("best_first", "algorithm1"),
+    lookup_depth=2, backend="engine",
 )  # fmt: skip
 REFERENCE = CONFIG.model_copy(update={"backend": "reference"})
 PROMPTS = [FakePrompt("p0", "chat", ({"role": "user", "content": "hi"},))]
@@ -52,18 +53,21 @@ def both(models, small_engines):
     """The same matrix by the reference loop and by the engine, its kernels interpreted."""
     target, head = models
     matrix = cells(REFERENCE, ["chat"], head_depth=head.depth)
-    theirs = by_method(run_group(matrix, target, head, PROMPTS, REFERENCE))
-    ours = by_method(run_group(matrix, target, head, PROMPTS, CONFIG, engines=small_engines))
-    return ours, theirs
+    theirs = run_group(matrix, target, head, PROMPTS, REFERENCE)
+    ours = run_group(matrix, target, head, PROMPTS, CONFIG, engines=small_engines)
+    return tuple(
+        {r["method"] if r["builder"] != "algorithm1" else r["builder"]: r for r in records}
+        for records in (ours, theirs)
+    )
 
 
-@pytest.mark.parametrize("method", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("method", ["plain", "lookup", "chain", "tree"])
 def test_the_engines_cells_have_the_references_tokens_and_rounds(both, method) -> None:
     ours, theirs = (records[method] for records in both)
     assert (ours["status"], ours["decoder"], theirs["decoder"]) == ("ok", "engine", "reference")
     for name in ("tau", "rounds", "tokens", "acceptance_by_depth"):
         assert ours[name] == theirs[name], name
-    assert ours["tau"] > 1 or method == "plain"
+    assert ours["tau"] > 1 or method in ("plain", "lookup")  # this answer repeats nothing
     assert ours["output_check"]["differing"] == 0 and ours["output_check"]["passed"]
     assert both[0]["plain"]["outputs"] == both[1]["plain"]["outputs"]
     assert ours["speedup"]["vs_plain"]["value"] > 0
@@ -71,7 +75,7 @@ def test_the_engines_cells_have_the_references_tokens_and_rounds(both, method) -
 
 
 def test_what_the_engine_cannot_decode_is_marked_and_not_compared_with_its_plain(both) -> None:
-    ours, theirs = (records["lookup"] for records in both)
+    ours, theirs = (records["algorithm1"] for records in both)
     assert ours["decoder"] == "reference" and both[0]["hf_eager"]["decoder"] == "transformers"
     assert ours["tau"] == theirs["tau"] and ours["output_check"]["passed"]
     assert ours["speedup"]["vs_plain"]["value"] is None
@@ -80,7 +84,7 @@ def test_what_the_engine_cannot_decode_is_marked_and_not_compared_with_its_plain
     assert theirs["speedup"]["vs_plain"]["value"] > 0
     table = markdown_table(list(both[0].values())).splitlines()
     marked = [line for line in table if " * |" in line]
-    assert len(marked) == 1 and "lookup 2" in marked[0]
+    assert len(marked) == 1 and "algorithm 1 3" in marked[0]
     assert "*:" not in markdown_table(list(both[1].values()))
 
 
@@ -238,6 +242,23 @@ def test_shared_answers_fill_the_engines_slots_one_after_another(models) -> None
     run = engines.runner(Cell("plain", None, 0, 2, "all", 0.0))
     reference = decode(target, [r.input_ids for r in requests], max_new_tokens=3)
     assert run(requests, 3).outputs == [list(g.tokens) for g in reference.generations]
+
+
+def test_lookup_cells_copy_as_deep_and_match_as_long_as_the_settings_say(models) -> None:
+    """Its answer to `hihi` repeats itself; no head is needed."""
+    target = models[0]
+    config = CONFIG.model_copy(update={"methods": ("lookup",), "lookup_ngram": 2})
+    engines = Engines(target, None, config, kernels=True, least_rows=128, page_size=16)
+    request = Request(target.render([{"role": "user", "content": "hihi"}]), "p")
+    cell = Cell("lookup", "chain", config.lookup_depth, 1, "chat", 0.0)
+    ours = engines.runner(cell)([request], 4)
+    theirs = make_runner(cell, target, None, config)([request], 4)
+    assert (ours.outputs, ours.rounds, ours.accepted, ours.decoder) == (
+        theirs.outputs, theirs.rounds, theirs.accepted, "engine",
+    )  # fmt: skip
+    assert max(ours.accepted[0]) == 1 and theirs.decoder == "reference"
+    round_ = engines._engine(cell, 5).round
+    assert round_.nodes == 3 and round_.lookup.max_ngram == 2
 
 
 def test_the_bitwise_mode_is_the_targets_and_the_head_stays_fast(models) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jetspec.decode import decode
-from jetspec.drafters import HeadDrafter
+from jetspec.drafters import HeadDrafter, LookupDrafter
 from jetspec.engine.engine import Engine
 from jetspec.evaluation.methods import Request
 from jetspec.evaluation.output_check import first_difference, is_near_tie
@@ -24,6 +24,7 @@ TREE = TreeConfig(builder="best_first", depth=7, budget=40, width=8)
 GREEDY = SamplingParams()
 MODES = {
     "plain": (None, CHAIN, 0),
+    "lookup": ("lookup", CHAIN, 0),
     "chain": ("causal", CHAIN, 0),
     "chain with edges": ("causal", CHAIN, 4),
     "tree": ("causal", TREE, 0),
@@ -47,12 +48,16 @@ def target_of(arch: str = "qwen3", dtype: torch.dtype = torch.float32, **shape) 
 def head_of(target: Target, mask: str | None, rank: int):
     if mask is None:
         return None
+    if mask == "lookup":
+        return LookupDrafter(max_ngram=2, depth=6)
     head = tiny_head(target, mask, edge_rank=rank)
     return head.to(target.dtype)
 
 
 def reference(target, head, tree, given, limit, sampling=GREEDY):
-    drafter = HeadDrafter(head, target, width=tree.width, depth=tree.depth) if head else None
+    drafter = head
+    if head and not isinstance(head, LookupDrafter):
+        drafter = HeadDrafter(head, target, width=tree.width, depth=tree.depth)
     return decode(
         target, given, drafter=drafter, tree=tree, max_new_tokens=limit, sampling=sampling,
         stop_token_ids=(),
@@ -76,6 +81,21 @@ def test_fp32_tokens_equal_the_references_at_every_batch(mode) -> None:
         engine = Engine(target, head, tree=tree, slots=slots, max_rows=256)
         ours = [g.tokens for g in answers(engine, given[: 4 if slots == 1 else 20], 40)]
         assert ours == theirs[: len(ours)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_lookup_has_the_reference_drafters_rounds_at_every_batch(temperature) -> None:
+    """Prompts that repeat themselves, and enough of them that every slot is filled again."""
+    target = target_of()
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    lookup = head_of(target, "lookup", 0)
+    given = [prompt * 3 for prompt in prompts(20)]
+    theirs = reference(target, lookup, CHAIN, given, 60, sampling)
+    for slots in (1, 3, 16):
+        engine = Engine(target, lookup, slots=slots, max_rows=256, sampling=sampling)
+        ours = answers(engine, given[: 4 if slots == 1 else 20], 60)
+        assert ours == theirs[: len(ours)]
+    assert {0, 6} <= {count for g in theirs for count in g.accepted}
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3_moe"])
@@ -129,12 +149,14 @@ def test_graphs_and_rounds_under_way_change_no_token() -> None:
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.parametrize("mode", ["tree with edges", "lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_prompts_and_rounds_are_enqueued_without_waiting_for_the_device(temperature) -> None:
+def test_prompts_and_rounds_are_enqueued_without_waiting_for_the_device(temperature, mode) -> None:
+    mask, tree, rank = MODES[mode]
     target = target_of()
     sampling = SamplingParams(temperature=temperature, seed=3)
-    head = head_of(target, "causal", 4)
-    engine = Engine(target, head, tree=TREE, slots=3, max_rows=256, sampling=sampling)
+    head = head_of(target, mask, rank)
+    engine = Engine(target, head, tree=tree, slots=3, max_rows=256, sampling=sampling)
     expected = answers(engine, prompts(8), 40)  # compiles, captures
 
     def unwaiting(call):
@@ -163,7 +185,7 @@ def test_budgets_of_single_requests_change_no_token() -> None:
         assert max(ours[0].accepted) <= 1 and max(ours[1].accepted) <= 2
 
 
-@pytest.mark.parametrize("mode", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("mode", ["plain", "lookup", "chain", "tree"])
 def test_bf16_differs_at_near_ties_only(mode) -> None:
     mask, tree, rank = MODES[mode]
     target = target_of(dtype=torch.bfloat16, hidden_size=512)
@@ -184,7 +206,7 @@ def test_bf16_differs_at_near_ties_only(mode) -> None:
 def test_exact_mode_gives_equal_tokens_plainly_and_with_trees_at_every_batch() -> None:
     target = target_of(dtype=torch.bfloat16, hidden_size=512)
     given, plain = prompts(8), None
-    for mode in ("plain", "chain", "tree"):
+    for mode in ("plain", "lookup", "chain", "tree"):
         mask, tree, rank = MODES[mode]
         head = head_of(target, mask, rank)
         for slots in (1, 3, 16):

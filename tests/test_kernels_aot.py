@@ -17,7 +17,7 @@ import traceback
 import torch
 from kernels import (
     aot, commit, distillation, edge_products, edges, exact_attention, experts, fp8_gemm, launch,
-    mlp, norms, place, ranks, rope, small_gemm, topk, tree_attention, tree_build,
+    lookup, mlp, norms, place, ranks, rope, small_gemm, topk, tree_attention, tree_build,
 )
 
 launch._hopper = lambda: True  # compiled as on the card, placed early
@@ -118,9 +118,20 @@ def commit_all():
         longs(2, 129), path, lengths, longs(2), ints.view(2, 1), 64, ints, longs(2), longs(2, 16),
         longs(2, 17),
     )
+    commit.advance(
+        longs(2, 11), longs(2, 11), lengths, longs(2), ints.view(2, 1), 64, ints, longs(2),
+        longs(2, 1), longs(2, 12), ints.expand(2, 2).contiguous(),
+    )
     place.place_rows(ints, ints, ints.view(2, 1), 64, 129, longs(2, 129), longs(2))
     place.place_rows(ints, ints, ints.view(2, 1), 64, 16)
     place.gather_rows([bf16(9, 4096)] * 2, longs(3))
+
+
+def lookup_all():
+    for rows, ngram, depth in ((4096, 3, 10), (32768, 1, 1), (300, 5, 15)):
+        history = torch.zeros(2, rows, dtype=torch.int32)
+        ints = torch.zeros(2, dtype=torch.int32)
+        lookup.look_up(history, ints, longs(2), ngram=ngram, depth=depth)
 
 
 def topk_all():
@@ -176,6 +187,7 @@ CASES = {
     "commit": (
         commit_all, (commit, "_accept", "_compact", "_advance"), (place, "_place", "_gather"),
     ),
+    "lookup": (lookup_all, (lookup, "_look_up")),
     "topk": (
         topk_all, (topk, "_chunk_max", "_chunk_best", "_merge_best"),
         (ranks, "_pack_best", "_merge_packed"),
@@ -222,7 +234,7 @@ print(json.dumps(found))
 
 KERNELS = [
     "attention", "commit", "distillation", "edge_products", "edges", "exact", "experts", "fp8",
-    "fusions", "gemm", "topk", "trees",
+    "fusions", "gemm", "lookup", "topk", "trees",
 ]  # fmt: skip
 MATRIX_KERNELS = ("_attend", "_attend_committed", "_expert_product", "_fp8_product", "_product")
 

@@ -19,13 +19,20 @@ class LookupDrafter:
     The longest suffix of at most `max_ngram` tokens that occurs earlier decides; of equally long
     matches the most recent. A copy that runs into the end of the text goes on copying itself. The
     draft is a chain (K = 1); a sequence without a match drafts nothing.
+
+    It keeps nothing of a batch: one will do for many, and for the engine, which makes the same
+    drafts on the device (`kernels.lookup`).
+
+    Attributes:
+        max_ngram: longest suffix that is looked for.
+        depth: tokens that are copied.
     """
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, *, max_ngram: int = 3, depth: int = 10) -> None:
-        self._max_ngram = max_ngram
-        self._depth = depth
+        self.max_ngram = max_ngram
+        self.depth = depth
 
     def begin(self, batch: int, target: "Target") -> None:
         pass
@@ -48,12 +55,12 @@ class LookupDrafter:
         """The next `depth` tokens by lookup, or -1 everywhere."""
         ends = np.flatnonzero(history[:-1] == history[-1])  # where a match of one token ends
         if not len(ends):
-            return np.full(self._depth, -1, dtype=np.int64)
-        for back in range(1, self._max_ngram):
+            return np.full(self.depth, -1, dtype=np.int64)
+        for back in range(1, self.max_ngram):
             longer = ends[(ends >= back) & (history[ends - back] == history[-1 - back])]
             if not len(longer):
                 break
             ends = longer
         start = ends[-1] + 1
         period = len(history) - start
-        return history[start + np.arange(self._depth) % period].astype(np.int64)
+        return history[start + np.arange(self.depth) % period].astype(np.int64)

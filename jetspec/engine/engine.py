@@ -14,14 +14,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from jetspec.decode import PHASES, DecodeResult, Generation, decode
-from jetspec.drafters import HeadDrafter
+from jetspec.drafters import Drafter, HeadDrafter, LookupDrafter
 from jetspec.engine.job import Ints, Job
 from jetspec.engine.launches import Arrival, Graphs, context_bound
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
 from jetspec.engine.parallel import Ranks, split_target
-from jetspec.engine.prefill import PREFILL_CHUNK, Stopwatch, read_prompts, to_device
+from jetspec.engine.prefill import (
+    PREFILL_CHUNK,
+    Stopwatch,
+    keep_texts,
+    read_prompts,
+    to_device,
+)
 from jetspec.engine.round import Round, State, draft_depth
 from jetspec.errors import JetspecError
 from jetspec.heads.config import DraftWeights
@@ -68,7 +74,9 @@ class Engine:
     On a machine without a GPU the same calls run the reference loop.
 
     Args:
-        target, head: None decodes plainly. Both share their weights with the engine.
+        target: shares its weights with the engine.
+        head: what drafts: a head, which shares its weights too; a `LookupDrafter`, whose chains
+            are copied on the device; None decodes plainly.
         tree: shape of the draft; None is a chain.
         max_rows: longest sequence: prompt, answer and the nodes of the rounds under way.
         pages: pages of keys and values; None is enough for every slot at its longest.
@@ -90,7 +98,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, head: ParallelHead | None = None, *,
+        self, target: Target, head: ParallelHead | LookupDrafter | None = None, *,
         tree: TreeConfig = _CHAIN, slots: int = 16, max_rows: int = 4096,
         pages: int | None = None, sampling: SamplingParams = _GREEDY, exact: bool = False,
         products: Products | None = None, draft_weights: DraftWeights = "own",
@@ -99,7 +107,8 @@ class Engine:
         ranks: Ranks = Ranks(), shared: Shared | None = None,
     ) -> None:  # fmt: skip
         on_gpu = target.device.type == "cuda"
-        head = drafting_head(head, target, draft_weights)
+        self.lookup = lookup = head if isinstance(head, LookupDrafter) else None
+        head = None if lookup else drafting_head(head, target, draft_weights)
         self.target, self.head, self.tree, self.sampling = target, head, tree, sampling
         self.kernels = on_gpu if kernels is None else kernels
         self.slots, self.max_rows = slots, max_rows
@@ -109,6 +118,8 @@ class Engine:
             return
         if tree.builder not in ("chain", "best_first"):
             raise JetspecError("tree.builder", tree.builder, "the engine builds chain, best_first")
+        if lookup is not None and tree.builder != "chain":
+            raise JetspecError("tree.builder", tree.builder, "prompt lookup drafts chains")
         if tree.score != "cumulative" or tree.widths:
             name = "widths" if tree.widths else "score"
             raise JetspecError(
@@ -132,12 +143,14 @@ class Engine:
             shared = Shared(model, drafts, cache)
         self.model, self.cache = shared.model, shared.cache
         engine_head = shared.head if head else None
-        if self.model.products.exact and draft_depth(engine_head, tree) >= TAIL:
+        depth = draft_depth(engine_head or lookup, tree)
+        if self.model.products.exact and depth >= TAIL:
             mend = f"the bitwise mode drafts at most {TAIL - 1} levels"
-            raise JetspecError("tree.depth", draft_depth(engine_head, tree), mend)
-        self.state = State.idle(slots, draft_depth(engine_head, tree), target.device, forced)
+            raise JetspecError("tree.depth", depth, mend)
+        history = max_rows if lookup else 0
+        self.state = State.idle(slots, depth, target.device, forced, history)
         self.round = Round(
-            self.model, engine_head, tree, sampling, self.cache, self.state, max_rows
+            self.model, engine_head, tree, sampling, self.cache, self.state, max_rows, lookup
         )
         graphed = on_gpu if graphs is None else graphs
         self.graphs = Graphs(self.round, self.state, max_rows) if graphed else None
@@ -298,6 +311,8 @@ class Engine:
         state.active.index_fill_(0, slots, 1)
         state.keys[slots] = keys
         state.limits[slots] = limits
+        if state.history is not None:
+            keep_texts(state.history, slots, prompts, lengths, anchors)
 
     def _release(self, slots: list[int]) -> None:
         for slot in slots:
@@ -336,7 +351,7 @@ class Engine:
         """The same on the reference loop, `slots` prompts at a time."""
         found = DecodeResult([], dict.fromkeys(PHASES, 0.0), 0)
         for first in range(0, len(prompts), self.slots):
-            drafter = None
+            drafter: Drafter | None = self.lookup
             if self.head is not None:
                 drafter = HeadDrafter(
                     self.head, self.target, width=self.tree.width, depth=self.tree.depth

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from jetspec.engine.layers import Rows
@@ -35,10 +35,7 @@ def read_prompts(
         [G, d], the hidden state of every prompt's last token.
     """
     device, longest = table.device, max(len(prompt) for prompt in prompts)
-    padded = np.zeros((len(prompts), longest), np.int64)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    ids = to_device(padded, device)
+    ids = to_device(_padded(prompts), device)
     last: Tensor | None = None
     for first in range(0, longest, PREFILL_CHUNK):
         chunk = ids[:, first : first + PREFILL_CHUNK]
@@ -58,6 +55,28 @@ def read_prompts(
         last = ends if last is None else torch.where(here, ends, last)
     assert last is not None
     return last
+
+
+def keep_texts(
+    history: Tensor, slots: Tensor, prompts: Sequence[Sequence[int]], lengths: Tensor,
+    anchors: Tensor,
+) -> None:  # fmt: skip
+    """A group's prompts and first tokens into the histories of its slots.
+
+    Args:
+        history: int32 [B, rows]; slots, lengths, anchors: long [G], on its device.
+    """
+    ids = to_device(_padded(prompts), history.device).int()
+    history[slots, : ids.shape[1]] = ids
+    history[slots, lengths] = anchors.int()
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """[G, longest], zeros behind the shorter ones."""
+    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return padded
 
 
 def to_device(values: ArrayLike, device: torch.device) -> Tensor:

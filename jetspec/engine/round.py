@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.drafters import LookupDrafter
 from jetspec.engine.layers import Rows, product
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.engine.paged_cache import PagedCache
@@ -19,6 +20,7 @@ from jetspec.trees.config import TreeConfig
 from kernels.commit import accept_greedy, advance, compact_kv
 from kernels.edges import best_chain
 from kernels.exact_attention import TAIL
+from kernels.lookup import look_up
 from kernels.place import gather_rows, place_rows
 from kernels.tree_build import BuiltTree, build_best_first, list_ancestors, pack_ancestors
 
@@ -37,6 +39,8 @@ class State:
         out: long [B, depth + 2]: how many tokens the round committed (0 where no sequence runs),
             then the tokens: the path's, then the bonus.
         forced: long [B], path lengths to commit whatever the target says; None in real use.
+        history: int32 [B, rows], each sequence's tokens up to its anchor; None where no drafter
+            reads them.
     """
 
     prefix: Tensor
@@ -47,9 +51,14 @@ class State:
     limits: Tensor
     out: Tensor
     forced: Tensor | None = None
+    history: Tensor | None = None
 
     @classmethod
-    def idle(cls, slots: int, depth: int, device: torch.device, forced: bool) -> "State":
+    def idle(
+        cls, slots: int, depth: int, device: torch.device, forced: bool, history: int = 0
+    ) -> "State":
+        """No sequence runs. `history` rows of tokens are kept of each; 0 keeps none."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -62,6 +71,7 @@ class State:
             limits=zeros(slots),
             out=zeros(slots, depth + 2),
             forced=torch.ones(slots, dtype=torch.long, device=device) if forced else None,
+            history=zeros(slots, history, dtype=torch.int32) if history else None,
         )
 
 
@@ -69,9 +79,10 @@ class Round:
     """The steps of a round over one set of buffers.
 
     Args:
-        head: None decodes plainly.
+        head: None decodes plainly, unless there is a `lookup`.
         tree: builder `chain` or `best_first`, budget, depth and width.
         max_context: longest prefix plus the nodes of a round.
+        lookup: drafts chains from the state's history, in place of a head.
     """
 
     def __init__(
@@ -83,14 +94,16 @@ class Round:
         cache: PagedCache,
         state: State,
         max_context: int,
+        lookup: LookupDrafter | None = None,
     ) -> None:
         self.model, self.head, self.tree, self.sampling = model, head, tree, sampling
+        self.lookup = lookup
         self.cache, self.state, self.max_context = cache, state, max_context
         self.head_cache = head.new_cache(cache) if head else None
         self._edge_tables = head.edge_tables(model.embedding) if head else None
         self.taps = head.taps if head else ()
-        self.depth = draft_depth(head, tree)
-        self.nodes = 1 + (0 if head is None else budget(head, tree))
+        self.depth = draft_depth(head or lookup, tree)
+        self.nodes = 1 + (self.depth if tree.builder == "chain" or head is None else tree.budget)
         batch, device = len(state.anchors), state.anchors.device
         self._slot_bits: Tensor | None = None
         if head is not None:
@@ -114,6 +127,12 @@ class Round:
 
     def draft_and_build(self) -> BuiltTree:
         state = self.state
+        if self.lookup is not None and state.history is not None:
+            tokens, sizes = look_up(
+                state.history, state.prefix, state.limits, ngram=self.lookup.max_ngram,
+                depth=self.depth,
+            )  # fmt: skip
+            return BuiltTree(tokens, *self._chain, sizes)
         if self.head is None or self.head_cache is None:
             return BuiltTree(state.anchors[:, None], *self._chain, self._root_only)
         hidden = self.draft_hidden()
@@ -194,7 +213,7 @@ class Round:
             compact_kv(cache.kv, cache.table, state.prefix, path, lengths)
         positions, cache_rows, picked = advance(
             tree.tokens, path, lengths, bonus, cache.table, cache.page_size, state.prefix,
-            state.anchors, state.ids, state.out,
+            state.anchors, state.ids, state.out, state.history,
         )  # fmt: skip
         if self.head is not None and self.head_cache is not None:
             self.head.extend(gather_rows(taps, picked), positions, cache_rows, self.head_cache)
@@ -223,16 +242,13 @@ def full_bits(batch: int, rows: int, device: torch.device) -> Tensor:
     return bits
 
 
-def draft_depth(head: EngineHead | None, tree: TreeConfig) -> int:
+def draft_depth(drafts: EngineHead | LookupDrafter | None, tree: TreeConfig) -> int:
     """Levels of the tree below the root."""
-    if head is None:
+    if drafts is None:
         return 0
-    depth = tree.depth or head.depth
-    if head.head.config.mask != "causal":
-        depth = min(depth, head.depth)
+    depth = tree.depth or drafts.depth
+    if isinstance(drafts, LookupDrafter):
+        return min(depth, drafts.depth, tree.budget)
+    if drafts.head.config.mask != "causal":
+        depth = min(depth, drafts.depth)
     return min(depth, 64, tree.budget) if tree.builder == "chain" else min(depth, 64)
-
-
-def budget(head: EngineHead, tree: TreeConfig) -> int:
-    """Draft nodes of a round."""
-    return draft_depth(head, tree) if tree.builder == "chain" else tree.budget

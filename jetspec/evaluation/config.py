@@ -26,9 +26,9 @@ class EvaluationConfig(SamplingSettings):
     Attributes:
         methods: what is measured beside the two baselines (`plain`, our loop without a draft, and
             Hugging Face's `generate`), which every speed-up needs and which are always measured.
-        backend: what decodes: the reference loop, or the engine where there is a GPU. Prompt
-            lookup, draft models and the builders `algorithm1` and `static` stay with the reference
-            loop; their records say so and are not compared with the engine's `plain`.
+        backend: what decodes: the reference loop, or the engine where there is a GPU. Draft models
+            and the builders `algorithm1` and `static` stay with the reference loop; their records
+            say so and are not compared with the engine's `plain`.
         exact: the engine's bitwise mode: its cells must give plain decoding's tokens in bf16 too,
             near ties included.
         draft_weights: `fp8` drafts with a copy of the head and of the output projection in eight

@@ -24,6 +24,7 @@ from jetspec.evaluation.methods import (
     Request,
     Runner,
     cell_tree,
+    lookup_drafter,
     sampling_params,
     synchronize,
 )
@@ -40,7 +41,7 @@ class Engines:
     Without a GPU they decode no cell: the reference loop does.
 
     Args:
-        target, head: the head is None where only plain cells are measured.
+        target, head: the head is None where nothing drafts with one.
         kernels: run the kernels even without a GPU (Triton's interpreter, for tests).
         least_rows: longest sequence that the first engines hold; longer prompts need new ones.
             0 makes nothing, and refuses no target, before a cell decodes.
@@ -69,8 +70,9 @@ class Engines:
 
     def decodes(self, cell: Cell) -> bool:
         """Whether the engine decodes the cell; the reference loop has the others."""
-        drafts = cell.method in ("chain", "tree") and self._head is not None
-        return self._kernels and cell.builder in _BUILDERS and (drafts or cell.method == "plain")
+        heads = cell.method in ("chain", "tree") and self._head is not None
+        able = heads or cell.method in ("plain", "lookup")
+        return self._kernels and cell.builder in _BUILDERS and able
 
     def runner(self, cell: Cell) -> Runner:
         """A call `(requests, max_new_tokens) -> Decoded` for a cell that the engine decodes.
@@ -110,7 +112,9 @@ class Engines:
     def _engine(self, cell: Cell, longest: int) -> Engine:
         """The cell's engine, for prompts of up to `longest` tokens."""
         # The nodes of a round, and what a round that is under way unseen may commit.
-        margin = max(cell.budget, *self._config.budgets, 1) + ENGINE_DEPTH + 3
+        copied = self._config.lookup_depth if "lookup" in self._config.methods else 0
+        nodes = max(cell.budget, *self._config.budgets, copied, 1)
+        margin = nodes + max(ENGINE_DEPTH, copied) + 3
         rows = longest + self._config.max_new_tokens + margin
         if rows > self._rows:
             self._drop()
@@ -124,11 +128,14 @@ class Engines:
             self._cache_for = (cell.batch_size, cell.temperature)
         head = scored_head(self._head, cell.scores)
         tree = cell_tree(cell, head, self._config)
+        drafter = None if tree is None else head
+        if cell.method == "lookup":
+            drafter = lookup_drafter(cell, self._config)
         key = (cell.method, cell.builder, cell.budget, cell.scores)
         if key not in self._engines:
             engine = Engine(
-                self._target, None if tree is None else head,
-                tree=tree or _CHAIN, slots=cell.batch_size, max_rows=self._rows,
+                self._target, drafter, tree=tree or _CHAIN,
+                slots=cell.batch_size, max_rows=self._rows,
                 sampling=sampling_params(self._config, cell.temperature),
                 kernels=True, page_size=self._page_size,
                 shared=Shared(model, _drafting(drafts, head), self._cache),

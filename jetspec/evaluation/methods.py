@@ -126,7 +126,7 @@ def _drafter(
     if cell.method == "plain":
         return None
     if cell.method == "lookup":
-        return LookupDrafter(max_ngram=config.lookup_ngram, depth=cell.budget)
+        return lookup_drafter(cell, config)
     if model is not None:
         return DraftModelDrafter(model, depth=cell.budget)
     if head is None:
@@ -135,6 +135,10 @@ def _drafter(
     width = min(width, target.vocab_size)
     depth = cell.budget if cell.method == "chain" else config.depth
     return head.drafter(target, width=width, depth=depth)
+
+
+def lookup_drafter(cell: Cell, config: EvaluationConfig) -> LookupDrafter:
+    return LookupDrafter(max_ngram=config.lookup_ngram, depth=cell.budget)
 
 
 def _chain_width(head: Any | None, config: EvaluationConfig) -> int:

@@ -31,6 +31,7 @@ def main() -> int:
         "fp8": features.fp8_rows,
         "edges": features.edge_rows,
         "experts": features.expert_rows,
+        "lookup": features.lookup_rows,
         "sweep_attention": sweep.attention_rows,
         "sweep_parts": sweep.part_rows,
         "sweep_gemm": sweep.gemm_rows,

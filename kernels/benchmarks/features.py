@@ -1,4 +1,5 @@
-"""The bitwise mode's attention, eight-bit weights, path scores and experts: checks and times."""
+"""The bitwise mode's attention, eight-bit weights, path scores, experts and prompt lookup: checks
+and times."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from kernels.edges import best_chain, edge_scores
 from kernels.exact_attention import TAIL, exact_attention
 from kernels.experts import first_product, list_pairs, route, second_product
 from kernels.fp8_gemm import fp8_gemm
+from kernels.lookup import look_up
 from kernels.mlp import silu_mul
 from kernels.small_gemm import small_gemm
 from kernels.tree_build import build_best_first, list_ancestors
@@ -56,6 +58,13 @@ def mixture(
     return second_product(silu_mul(both), down, pairs, counts, weights), ids, weights
 
 
+def _texts(batch: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of `look_up` for random texts."""
+    history = torch.randint(vocab, (batch, tokens + 64), device="cuda", dtype=torch.int32)
+    prefix = torch.full((batch,), tokens - 1, device="cuda", dtype=torch.int32)
+    return history, prefix, torch.full((batch,), 15, device="cuda")
+
+
 def checks() -> Iterator[tuple[str, float, float]]:
     """(what, error, allowed)."""
     values, exponents = _eight_bits(1024, 4096)
@@ -73,6 +82,13 @@ def checks() -> Iterator[tuple[str, float, float]]:
     yield "edge scores", float((scores - expected).abs().max()), 0.1
     chains = best_chain(lattice[0], scores) != reference.best_chain(lattice[0], scores)
     yield "best chains", float(chains.sum()), 0.0
+    wrong = 0
+    for tokens, vocab in ((1, 9), (700, 2), (5000, 20), (32768, 151936), (32768, 40)):
+        texts = _texts(16, tokens, vocab)
+        texts[1].sub_(torch.arange(16, device="cuda")).clamp_(min=0)
+        pair = (f(*texts, ngram=3, depth=15) for f in (look_up, reference.look_up))
+        wrong += sum(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
+    yield "prompt lookup", wrong, 0.0
     gate_up, down = _mixture(16, 256, 128)
     x, logits = _normal(129, 256), _normal(129, 16)
     found, ids, weights = mixture(x, logits, gate_up, down, 4)
@@ -133,6 +149,19 @@ def edge_rows() -> Iterator[dict[str, object]]:
         scores = partial(edge_scores, *lattice, gate="sigmoid")
         chain = partial(best_chain, lattice[0], scores())
         yield {"batch": batch, "us": time_us([scores] * 4), "chain_us": time_us([chain] * 4)}
+
+
+def lookup_rows() -> Iterator[dict[str, object]]:
+    """15 tokens copied from behind the last of the longest matches of up to three."""
+    for batch in (1, 16):
+        for tokens in (1024, 8192, 32768):
+            texts = [_texts(batch, tokens, 8) for _ in range(4)]
+            yield {
+                "batch": batch,
+                "tokens": tokens,
+                "us": time_us([partial(look_up, *text, ngram=3, depth=15) for text in texts]),
+                "floor_us": batch * tokens * 4 / 4.28e6,
+            }
 
 
 def expert_rows() -> Iterator[dict[str, object]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 ROWS = [
-    "ar_b1", "ar_b16", "chain_b1", "chain_b16", "tree_b1_16", "tree_b1_64", "tree_b1_128",
-    "tree_b1_255", "tree_b16_16", "tree_b16_32",
+    "ar_b1", "ar_b16", "lookup_b1", "lookup_b16", "chain_b1", "chain_b16", "tree_b1_16",
+    "tree_b1_64", "tree_b1_128", "tree_b1_255", "tree_b16_16", "tree_b16_32",
 ]  # fmt: skip
 FLOOR_ROWS = (1, 16, 17, 64, 65, 80, 128, 129, 136, 144, 160, 192, 256, 272, 512, 528)
 CONTEXTS = (2048, 4096, 8192, 16384, 32768)

@@ -61,6 +61,8 @@ def fill(engine: Engine, context: int = CONTEXT) -> None:
     state.ids[:, 0] = state.anchors
     state.prefix.fill_(context)
     state.active.fill_(1)
+    if state.history is not None:
+        state.history.random_(0, 8)  # so few tokens that a suffix has always stood before
     if state.forced is not None:
         state.forced.fill_(min(ACCEPTED, engine.round.depth + 1))
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from jetspec.drafters import LookupDrafter
 from jetspec.engine.benchmarks.models import CONTEXT, fill
 from jetspec.engine.engine import Engine
 from jetspec.engine.layers import Products
@@ -17,6 +18,7 @@ from jetspec.trees.config import TreeConfig
 ROUNDS = 10  # replays between two events
 REPEATS = 7
 CHAIN = TreeConfig(builder="chain", budget=15, depth=15, width=1)
+LOOKUP = LookupDrafter(depth=15)
 BARS_MS = {
     "ar_b1": 4.9, "ar_b16": 6.0, "chain_b1": 6.2, "chain_b16": 9.5, "tree_b1_16": 6.0,
     "tree_b1_64": 6.2, "tree_b1_128": 6.8, "tree_b1_255": 8.8, "tree_b16_16": 10.0,
@@ -29,9 +31,11 @@ def tree(budget: int) -> TreeConfig:
 
 
 def shape(name: str) -> tuple[TreeConfig | None, int]:
-    """(tree, None for plain decoding; batch) of a row's name: ar_b1, chain_b16, tree_b1_128."""
+    """(tree, None for plain decoding; batch) of a row's name: ar_b1, chain_b16, lookup_b1,
+    tree_b1_128."""
     kind, batch, *budget = name.split("_")
-    config = {"ar": None, "chain": CHAIN}.get(kind) if kind != "tree" else tree(int(budget[0]))
+    shapes = {"ar": None, "chain": CHAIN, "lookup": CHAIN}
+    config = shapes[kind] if kind != "tree" else tree(int(budget[0]))
     return config, int(batch.removeprefix("b"))
 
 
@@ -41,8 +45,9 @@ def engine_for(
 ) -> Engine:  # fmt: skip
     """The engine of a row, filled and ready to replay."""
     config, batch = shape(name)
+    drafter = LOOKUP if name.startswith("lookup") else head if config else None
     engine = Engine(
-        target, head if config else None, tree=config or CHAIN, slots=batch,
+        target, drafter, tree=config or CHAIN, slots=batch,
         max_rows=max(4096, context + 2048), exact=exact, products=products, forced=True,
         draft_weights=draft_weights,
         pages=batch * (-(-(context + 2200) // 64)),
