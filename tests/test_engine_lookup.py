@@ -110,7 +110,7 @@ def test_a_round_is_as_deep_as_drafter_tree_and_budget_allow(target) -> None:
     for tree, nodes in [
         (CHAIN, 65), (TreeConfig(builder="chain", budget=3), 4),
         (TreeConfig(builder="chain", depth=5), 6),
-        (TreeConfig(builder="chain", budget=200, depth=120), 101),
+        (TreeConfig(builder="chain", budget=200, depth=120, score="entropy"), 101),
     ]:  # fmt: skip
         assert engine_for(target, deep, tree=tree, max_rows=256).round.nodes == nodes
 

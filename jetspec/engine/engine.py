@@ -120,7 +120,8 @@ class Engine:
             raise JetspecError("tree.builder", tree.builder, "the engine builds chain, best_first")
         if lookup is not None and tree.builder != "chain":
             raise JetspecError("tree.builder", tree.builder, "prompt lookup drafts chains")
-        if tree.score != "cumulative" or tree.widths:
+        scored = tree.builder != "chain" and tree.score != "cumulative"  # a chain asks no score
+        if scored or tree.widths:
             name = "widths" if tree.widths else "score"
             raise JetspecError(
                 f"tree.{name}", getattr(tree, name), "the engine orders by log-probability alone"
