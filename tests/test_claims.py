@@ -44,7 +44,7 @@ def test_chains_are_compared_budget_by_budget():
     cells = [
         cell("chain", 7, 4.0, "path"), cell("chain", 7, 2.0, "slot"),
         cell("chain", 15, 3.0, "path"), cell("chain", 15, 2.0, "slot"),
-        cell("tree", 7, 9.0, "slot"),
+        cell("tree", 7, 9.0, "slot"), cell("chain", 3, 9.0, "slot"),
     ]  # fmt: skip
     verdict = said("slot scores in a chain", cells)
     assert verdict == (HOLDS, exact(**{"chain of 7": 2.0, "chain of 15": 1.5}))
@@ -93,6 +93,7 @@ def test_every_tree_meets_the_longest_chain_on_the_scores_that_serve():
 
 def test_tau_rises_step_by_step():
     cells = [cell("tree", b, tau, "path") for b, tau in ((128, 9.0), (16, 3.0), (64, 6.0))]
+    cells += [{**cell("tree", b, 1.0, "path"), "builder": "algorithm1"} for b in (32, 64)]
     steps = {"64 over 16": 2.0, "128 over 64": 1.5}
     assert said("tau rises", cells) == (HOLDS, exact(**steps))
     assert said("tau rises", [*cells, cell("tree", 256, 8.0, "path")])[0] == FAILS
@@ -199,7 +200,8 @@ def test_the_fastest_tree_meets_the_longest_chain_by_the_clock():
     ratios = exact(**{"batch 1": 2.0, "batch 4": 0.8, "batch 8": 2.0})
     assert (verdict, evidence) == (HOLDS, f"{ratios}; from batch 4 on it is not")
     later = [c for c in cells if c["batch_size"] > 1]
-    assert said("the fastest tree decodes faster", later)[0] == UNMEASURED
+    shown = said("the fastest tree decodes faster", later)
+    assert shown == (UNMEASURED, exact(**{"batch 4": 0.8, "batch 8": 2.0}))
     faster = [c for c in cells if c["batch_size"] != 4]
     assert said("the fastest tree decodes faster", faster)[1].endswith("at every measured batch")
     wrong = [
