@@ -11,6 +11,7 @@ from jetspec.ablation.claims import (
     HOLDS,
     OPEN,
     Outcome,
+    _verdict,
     compare,
     judge,
     matching,
@@ -215,6 +216,30 @@ def test_scores_choose_between_the_two_drafts_of_one_head() -> None:
     bare = Outcome([record(slot)], {})
     assert found(None, bare)[0]["per_prompt"] is slot and found("path", bare) == []
     assert found(None, Outcome([record(slot, "slot")], {}))[0]["per_prompt"] is slot
+
+
+def test_a_side_is_its_own_good_cells_at_the_lowest_temperature() -> None:
+    own = record(rows(2.0, 0), temperature=0.6)
+    others = [
+        record(rows(9.0, 0), temperature=1.0),
+        record(rows(9.0, 0), temperature=0.6, status="failed"),
+        record([], temperature=0.0, status="failed"),
+        record(rows(9.0, 0), temperature=0.6, budget=64),
+        record(rows(9.0, 0), temperature=0.6, builder="static"),
+        record(rows(9.0, 0), temperature=0.6, method="chain"),
+    ]
+    side = Side(variant="a", method="tree", builder="best_first", budget=16)
+    assert matching(Outcome([*others, own], {}), side) == [own]
+    assert matching(Outcome(others[1:3], {}), side) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(1.31, 1.5, HOLDS), (1.1, 1.29, FAILS), (1.1, 1.31, OPEN), (1.3, 1.5, OPEN), (1.1, 1.3, OPEN)],
+)
+def test_the_whole_interval_must_lie_beyond_the_claims_factor(low, high, verdict) -> None:
+    assert _verdict([low, high], 1.3) == verdict
+    assert _verdict(None, 1.3) == OPEN
 
 
 def test_looping_answers_are_left_out_of_every_figure() -> None:
