@@ -125,6 +125,33 @@ def test_the_librarys_builder_gives_the_same_trees() -> None:
         assert torch.equal(ours.scores[:, :widest], theirs.scores)
 
 
+def test_the_librarys_mask_and_acceptance_are_the_kernels() -> None:
+    trees = pytest.importorskip("jetspec.trees.tree")
+    from jetspec.verify import verify_greedy
+
+    lengths = set()
+    for seed in range(3):
+        tokens, edges, anchors = draft(seed, 8, 4, 5, path=True, ties=False)
+        built = tree_build.build_best_first(tokens, edges, anchors, 11)
+        fields = (built.tokens, built.parents, built.depths, built.scores, built.sizes)
+        tree = trees.Tree(*fields)
+        tree.validate()
+        bits = tree_build.pack_ancestors(built.parents, built.sizes, 4)
+        mask = reference.unpack_ancestors(bits, 12)
+        assert torch.equal(mask, tree.ancestor_mask() & tree.valid()[..., None])
+        following = likely_next(built, seed)
+        logits = torch.nn.functional.one_hot(following, 150).float()
+        ours = verify_greedy(tree, logits)
+        path, count, bonus = commit.accept_greedy(
+            built.tokens, built.parents, built.sizes, following, 4
+        )
+        assert torch.equal(count, ours.lengths) and torch.equal(bonus, ours.bonus)
+        assert torch.equal(path[:, : ours.path.shape[1]], ours.path)
+        assert (path[:, ours.path.shape[1] :] == -1).all()
+        lengths |= set(count.tolist())
+    assert lengths >= {1, 2, 3, 4}
+
+
 def test_a_selection_with_neighbouring_floats_takes_exactly_the_budget() -> None:
     """Scores one rounding step apart: the threshold search must not stop beside its goal."""
     step = torch.tensor(-1.0)

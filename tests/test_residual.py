@@ -1,5 +1,7 @@
 """Drawn candidates and the residual rule, one round at a time and without a model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -155,9 +157,31 @@ def test_siblings_are_drawn_from_q_without_replacement(form):
     assert p_value(counts, pairs.flatten() * ROUNDS) > LOSSLESS
 
 
-def test_a_single_candidate_is_accepted_as_often_as_p_and_q_overlap():
-    for temperature in (0.7, 1.0):
-        tree, acceptance = one_round("one", SamplingParams(temperature, seed=8))
+@pytest.mark.parametrize("form", ["slot", "tree"])
+@pytest.mark.parametrize("other", ["position", "seed", "request"])
+def test_draws_of_two_rounds_are_independent(form, other):
+    """A request draws anew at every anchor, and no two requests or seeds draw alike."""
+    keys, places = request_keys(range(2 * ROUNDS)), torch.full((ROUNDS,), 10)
+    first = Draws(1.0, 3, keys[:ROUNDS], places)
+    second = {
+        "position": replace(first, positions=places + 1),
+        "seed": replace(first, seed=4),
+        "request": replace(first, keys=keys[ROUNDS:]),
+    }[other]
+    anchors, tokens = torch.full((ROUNDS,), ANCHOR), []
+    for draws in (first, second):
+        tree = build_tree(the_draft(ROUNDS, form), anchors, SHAPES["one"], draws)
+        tokens.append(tree.tokens[:, 1])
+    q = DRAFT_LOGITS[0].softmax(-1).double()
+    counts = torch.bincount(tokens[0] * 5 + tokens[1], minlength=25)
+    assert p_value(counts, (q[:, None] * q).flatten() * ROUNDS) > LOSSLESS
+
+
+@pytest.mark.parametrize("form", ["path", "tree"])
+def test_a_single_candidate_is_accepted_as_often_as_p_and_q_overlap(form):
+    """q is tempered as the target is: the overlap of 0.7 is neither that of 1.0 nor of 0.4."""
+    for temperature in (0.4, 0.7, 1.0):
+        tree, acceptance = one_round("one", SamplingParams(temperature, seed=8), form=form)
         p = (TARGET[ANCHOR] / temperature).softmax(-1)
         q = torch.cat([(DRAFT_LOGITS[0] / temperature).softmax(-1), torch.zeros(1)])
         rate = (acceptance.lengths == 2).double().mean().item()
