@@ -11,7 +11,7 @@ from jetspec.sampling import SamplingParams, request_keys, sample, uniform_noise
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
-from jetspec.trees.drawn import Draws
+from jetspec.trees.drawn import Draws, draw_order
 from jetspec.trees.tree import Tree
 from jetspec.verify import verify_residual, walk
 from tests.chi_square import BIASED, LOSSLESS, p_value
@@ -175,6 +175,38 @@ def test_draws_of_two_rounds_are_independent(form, other):
     q = DRAFT_LOGITS[0].softmax(-1).double()
     counts = torch.bincount(tokens[0] * 5 + tokens[1], minlength=25)
     assert p_value(counts, (q[:, None] * q).flatten() * ROUNDS) > LOSSLESS
+
+
+def test_candidates_are_drawn_by_the_noise_of_their_own_position():
+    """So that no noise is used again where an earlier round has already looked at it."""
+    keys = request_keys(range(3))
+
+    def noise(place):
+        draws = Draws(0.8, 3, keys, torch.full((3,), place))
+        log_q, order = draw_order(the_draft(3, "path"), draws)
+        return order - log_q
+
+    here, next_one = noise(10), noise(11)
+    assert torch.allclose(here[:, 1], next_one[:, 0])
+    others = torch.cat([here[:, 0].flatten(), here[:, 1].flatten(), next_one[:, 1].flatten()])
+    assert len(others.unique()) == len(others)
+
+
+def test_what_does_not_exist_is_never_drawn_and_has_no_share_of_q():
+    draft = the_draft(2000, "path")
+    edges = draft.edge_scores.clone()
+    edges[:, 0, :, 0] = edges[:, 1, 1, 2:] = edges[:, 1, 2] = -torch.inf
+    draft, keys = Draft(draft.tokens, edges), request_keys(range(2000))
+    draws = Draws(1.3, 3, keys, torch.full((2000,), 10))
+    tree = build_tree(draft, torch.full((2000,), ANCHOR), SHAPES["tree"], draws)
+    tree.validate()
+    assert torch.isfinite(tree.scores[tree.valid()]).all()
+    root = torch.zeros(2000, dtype=torch.long)
+    q = tree.proposal.distribution(root, root, VOCAB)
+    wanted = (edges[0, 0, 0].double() / 1.3).softmax(-1)
+    assert torch.allclose(q[0], torch.cat([wanted, wanted.new_zeros(1)]))
+    counts = torch.bincount(tree.tokens[:, 1], minlength=VOCAB)
+    assert p_value(counts, q[0] * 2000) > LOSSLESS
 
 
 @pytest.mark.parametrize("form", ["path", "tree"])
