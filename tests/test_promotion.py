@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jetspec.promotion import PromotionConfig, gates
+from jetspec.promotion import PromotionConfig, compared_cells, gates
 from tests.measured import failed, group, runner
 
 CONFIG = PromotionConfig(budget=16, bootstrap_samples=400)
@@ -223,6 +223,19 @@ def test_only_the_configured_cells_are_judged(field):
 def test_gates_that_could_not_refuse_are_no_configuration(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         PromotionConfig(**bad)
+
+
+def test_warm_failed_and_other_cells_are_not_compared():
+    cold = head(2.0)
+    shape = {("tree", 16): runner(tau=9.0), ("tree", 64): runner(tau=9.0)}
+    warm = group({("tree", 16): runner(tau=9.0)}, slice_="math", temperature=1.0)
+    others = [*group(shape, slice_="chat")[3:], *warm, failed("tree", 16, "no memory", "poems")]
+    chain = [{**r, "method": "chain"} for r in group(shape, slice_="chain")[2:3]]
+    mine = [r for r in cold if r["method"] == "tree"]
+    assert compared_cells([*others, *cold, *chain], CONFIG) == mine
+    assert reason(gates([*cold, *warm], None, DOCTOR, CONFIG), "tau") == reason(
+        gates(cold, None, DOCTOR, CONFIG), "tau"
+    )
 
 
 def test_verdict_is_plain_json():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jetspec.evaluation.statistics import (
+    Estimate,
     _resampled_sums,
     expanded_tail,
     independent_ratio_interval,
@@ -128,6 +129,11 @@ def test_same_seed_gives_the_same_interval():
 def test_one_prompt_gives_a_value_and_no_interval():
     estimate = ratio_interval([6], [3], samples=100, seed=0)
     assert (estimate.value, estimate.ci) == (2.0, None)
+
+
+def test_an_estimate_as_json_is_rounded_and_its_ends_with_it():
+    assert Estimate(1.23456789, (1.1111111, 1.9999999)).rounded() == (1.234568, [1.111111, 2.0])
+    assert Estimate(1.23456789, None).rounded(2) == (1.23, None)
 
 
 def test_no_rounds_gives_no_estimate_instead_of_a_division_by_zero():
