@@ -127,5 +127,5 @@ def test_heads_are_compared_with_the_first_on_the_same_prompts():
     assert facts["heads"][1]["ratio_ci"] == pytest.approx([1.5, 1.5]), "paired, prompt by prompt"
     assert facts["heads"][2]["ratio_ci"][0] < 1.5 < facts["heads"][2]["ratio_ci"][1]
     assert (facts["chosen"], facts["budget"], facts["prompts"]) == ("b", 9, 2)
-    nothing = _compare(config, ["a", "b"], [replays((0, 0)), rows[0]])
+    nothing = _compare(config, ["a", "b"], [replays((0, 0), (0, 0)), rows[0]])
     assert nothing["chosen"] == "b" and nothing["heads"][0]["tau"] is None
