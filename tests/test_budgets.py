@@ -50,6 +50,8 @@ def test_best_budget_falls_with_the_batch_and_ends_at_plain():
     )
     assert choices(table) == {1: ("tree", 64), 4: ("tree", 16), 8: ("plain", 0)}
     assert [row["speedup_vs_plain"] for row in table] == pytest.approx([2.0, 1.4286, 1.0])
+    speeds = [1 / 0.05, 4 / 0.07, 8 / 0.10]
+    assert [row["tok_s"] for row in table] == pytest.approx(speeds, abs=0.001)
 
 
 def test_nothing_faster_gives_budget_zero():
@@ -135,6 +137,9 @@ def test_vllm_ranges_start_at_one_leave_no_gap_and_hold_chains_only():
             (("plain", 0), 2): 0.10,
             (("chain", 15), 2): 0.05,
             (("chain", 7), 2): 0.06,
+            (("plain", 0), 4): 0.10,
+            (("chain", 15), 4): 0.20,
+            (("chain", 7), 4): 0.07,
             (("plain", 0), 8): 0.10,
             (("chain", 15), 8): 0.20,
             (("chain", 7), 8): 0.08,

@@ -1,6 +1,7 @@
 """Tree building, acceptance and compaction against their references, in the interpreter."""
 
 import heapq
+import itertools
 
 import pytest
 import torch
@@ -152,6 +153,33 @@ def test_the_librarys_mask_and_acceptance_are_the_kernels() -> None:
     assert lengths >= {1, 2, 3, 4}
 
 
+def test_ancestors_of_large_trees_are_packed_over_words_and_listed_over_rows() -> None:
+    """Three words of bits, rows of several programs, trees of several sizes in one batch."""
+    generator = torch.Generator().manual_seed(0)
+    nodes, sizes = 71, torch.tensor([71, 1, 40, 66])
+    parents = torch.full((4, nodes), -1)
+    paths: dict[tuple[int, int], list[int]] = {}
+    for row, size in enumerate(sizes.tolist()):
+        for node in range(size):
+            above = (
+                int(torch.randint(max(0, node - 4), node, (1,), generator=generator))
+                if node
+                else -1
+            )
+            parents[row, node] = above
+            paths[row, node] = [node, *paths.get((row, above), [])]
+    deepest = max(map(len, paths.values())) - 1
+    assert deepest > 20
+    bits = reference.unpack_ancestors(tree_build.pack_ancestors(parents, sizes, deepest), nodes)
+    listed = tree_build.list_ancestors(parents, sizes, deepest + 3)
+    few = tree_build.list_ancestors(parents, sizes, 5)
+    for row, node in itertools.product(range(4), range(nodes)):
+        path = paths.get((row, node), [])
+        assert bits[row, node].nonzero()[:, 0].tolist() == path[::-1]
+        assert listed[row, node].tolist() == path + [-1] * (deepest + 3 - len(path))
+        assert few[row, node].tolist() == (path + [-1] * 5)[:5]
+
+
 def test_a_selection_with_neighbouring_floats_takes_exactly_the_budget() -> None:
     """Scores one rounding step apart: the threshold search must not stop beside its goal."""
     step = torch.tensor(-1.0)
@@ -170,8 +198,13 @@ def test_a_selection_with_neighbouring_floats_takes_exactly_the_budget() -> None
 
 def test_limits_are_refused() -> None:
     tokens, edges, anchors = draft(0, 1, 2, 3, True, False)
-    with pytest.raises(ValueError, match="budget 1025"):
-        tree_build.build_best_first(tokens, edges, anchors, 1025)
+    for budget in (0, 1025):
+        with pytest.raises(ValueError, match=f"budget {budget}"):
+            tree_build.build_best_first(tokens, edges, anchors, budget)
+    for depth, width in ((2, 33), (65, 3)):
+        tokens, edges, anchors = draft(0, 1, depth, width, True, False)
+        with pytest.raises(ValueError, match=f"width {width}, depth {depth}"):
+            tree_build.build_best_first(tokens, edges, anchors, 4)
 
 
 @pytest.mark.parametrize(

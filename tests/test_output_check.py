@@ -176,3 +176,18 @@ def test_tokens_that_the_filters_exclude_fail_the_check_of_draws():
     found = check_distribution(target(), requests, forbidden, params)
     assert not found["passed"] and abs(found["z"]) < 4
     assert not check_distribution(target(), {}, {}, params)["passed"]
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+def test_the_check_of_draws_allows_four_standard_deviations_either_way(likeliest):
+    """The best token always, or a poor one: every further one moves z the same way."""
+    params, written, seen = SamplingParams(1.0), [], []
+    requests = {"a": Request([5, 6, 7], "a")}
+    for _ in range(40):
+        logits = next_logits([5, 6, 7, *written])
+        written.append(int(logits.argsort()[-1 if likeliest else 6]))
+        found = check_distribution(target(), requests, {"a": list(written)}, params)
+        assert found["passed"] is (abs(found["z"]) <= 4)
+        assert (found["z"] > 0) is likeliest
+        seen.append(abs(found["z"]))
+    assert min(seen) < 4 and any(4 < z < 6 for z in seen)

@@ -396,6 +396,22 @@ def test_calibration_finds_the_temperature_of_each_depth():
     assert fit_calibration(torch.zeros(0), torch.zeros(0).bool(), torch.zeros(0).long()) == ()
 
 
+def test_calibration_has_the_least_log_loss_of_all_temperatures():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(300, generator=generator, dtype=torch.double) * 2
+    accepted = torch.rand(300, generator=generator) < torch.sigmoid(logits / 1.7)
+    (found,) = fit_calibration(
+        torch.nn.functional.logsigmoid(logits), accepted, torch.ones(300).long()
+    )
+
+    def loss(temperature):
+        signed = torch.where(accepted, logits, -logits)
+        return -torch.nn.functional.logsigmoid(signed / temperature).sum().item()
+
+    best = min((0.1 * 100 ** (i / 5000) for i in range(5001)), key=loss)
+    assert 1 < best < 3 and found == pytest.approx(best, rel=0.004)
+
+
 def test_calibration_takes_what_rounding_lifts_above_certainty_for_certain():
     accepted, depths = torch.tensor([True, True, False, True]), torch.ones(4).long()
     found = [
@@ -409,6 +425,9 @@ def test_calibration_stays_within_its_bounds_and_begins_at_one():
     half = torch.tensor([True, False] * 4)
     hopeless = fit_calibration(torch.full((8,), 0.9).log(), half, torch.full((8,), 2))
     assert hopeless == pytest.approx((1.0, 10.0))
+    depths = torch.tensor([1] * 8 + [3] * 8)
+    gap = fit_calibration(torch.full((16,), 0.9).log(), torch.cat([half, half | True]), depths)
+    assert gap == pytest.approx((10.0, 10.0, 0.1))
     sure = fit_calibration(torch.full((8,), 0.6).log(), half | True, torch.ones(8).long())
     assert sure == pytest.approx((0.1,))
     wider = fit_calibration(torch.full((8,), 0.9).log(), half, torch.ones(8).long(), largest=30.0)
