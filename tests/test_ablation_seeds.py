@@ -186,6 +186,13 @@ def test_a_claim_holds_where_it_holds_for_every_seed(levels, verdict) -> None:
         assert found["reason"] == "seeds disagree"
 
 
+def test_seeds_that_agree_to_decide_nothing_do_not_disagree() -> None:
+    plan = plan_of()
+    made = outcomes_of(a0=3.0, a1=2.0, b0=3.0, b1=2.0)
+    found = judge(plan.tables[0].claims[0], made, plan)
+    assert (found["verdict"], found["reason"]) == (OPEN, "the interval contains 1")
+
+
 def test_one_seed_that_was_not_made_leaves_the_claim_open() -> None:
     plan = plan_of()
     made = outcomes_of(a0=3.0, b0=2.0, b1=2.0) | {"a.seed1": Outcome((), {}, failure="cut")}

@@ -64,6 +64,7 @@ def test_a_finished_selection_is_reused(tmp_path):
     first = select_head(config, [head_uri])
     again = select_head(config, [head_uri])
     assert (first.reused, again.reused) == (False, True)
+    assert (first.key, first.uri) == (again.key, again.uri)
     assert read_json(join(first.uri, "selection.json")) == first.facts == again.facts
 
 
