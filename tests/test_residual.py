@@ -201,6 +201,7 @@ def test_what_does_not_exist_is_never_drawn_and_has_no_share_of_q():
     tree = build_tree(draft, torch.full((2000,), ANCHOR), SHAPES["tree"], draws)
     tree.validate()
     assert torch.isfinite(tree.scores[tree.valid()]).all()
+    assert torch.all(tree.proposal.log_q[:, 1, 2] == -torch.inf), "a row without candidates"
     root = torch.zeros(2000, dtype=torch.long)
     q = tree.proposal.distribution(root, root, VOCAB)
     wanted = (edges[0, 0, 0].double() / 1.3).softmax(-1)
