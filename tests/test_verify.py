@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jetspec.decode
 import jetspec.verify
-from jetspec.sampling import SamplingParams, request_keys, sample
+from jetspec.sampling import SamplingParams, request_keys, sample, seen_tokens
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
@@ -53,6 +53,46 @@ def test_greedy_acceptance_is_the_brute_force_walk(seed, builder, budget, agreem
         assert acceptance.path[row, :length].tolist() == path
         assert acceptance.path[row, length:].tolist() == [-1] * (acceptance.path.shape[1] - length)
         assert int(acceptance.bonus[row]) == token
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.8]), st.sampled_from([1.0, 2.5]))
+def test_every_draw_is_plain_samplings_after_the_path_to_its_node(seed, temperature, penalty):
+    """By the noise of the token's own position, the text before it and no other being penalised."""
+    draft = random_draft(seed, batch=4, depth=4, width=3, path=True, coarse=False)
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(50, (n,), generator=generator).tolist() for n in (1, 3, 6, 9)]
+    tree = build_tree(draft, torch.tensor([text[-1] for text in texts]), TreeConfig(budget=20))
+    logits = torch.randn(*tree.tokens.shape, 50, generator=generator)
+    for row, node in itertools.product(range(4), range(1, tree.tokens.shape[1])):
+        logits[row, tree.parents[row, node], tree.tokens[row, node]] += 3
+        logits[row, node, tree.tokens[row, node]] += 4  # what a penalty must bring down again
+    params = SamplingParams(temperature, seed=7, repetition_penalty=penalty)
+    keys, seen = request_keys(range(4)), seen_tokens(params, texts, 50, "cpu")
+    before = None if seen is None else seen.clone()
+    positions = torch.tensor([[len(text) - 1] for text in texts]) + tree.depths
+    if temperature:
+        found = verify_sampled(tree, logits, params, positions, keys, seen)
+    else:
+        found = verify_greedy(tree, logits, params, seen)
+    assert before is None or torch.equal(seen, before)
+    for row, text in enumerate(texts):
+        node, path, written = 0, [0], list(text)
+        while True:
+            token = int(
+                sample(
+                    logits[row, node][None], params, keys[row : row + 1],
+                    torch.tensor([len(written)]), seen_tokens(params, [written], 50, "cpu"),
+                )
+            )  # fmt: skip
+            below = ((tree.parents[row] == node) & (tree.tokens[row] == token)).nonzero()
+            if not len(below):
+                break
+            node = int(below[0])
+            path.append(node)
+            written.append(token)
+        assert int(found.bonus[row]) == token and int(found.lengths[row]) == len(path)
+        assert found.path[row, : len(path)].tolist() == path
 
 
 def test_padding_is_never_accepted():
