@@ -7,7 +7,15 @@ import torch
 
 from jetspec.errors import JetspecError
 from jetspec.rules import resolve_rule
-from jetspec.sampling import SamplingParams, request_keys, sample, uniform_noise
+from jetspec.sampling import (
+    SamplingParams,
+    Stream,
+    gumbel_noise,
+    request_keys,
+    sample,
+    target_distribution,
+    uniform_noise,
+)
 from jetspec.trees.build import build_tree
 from jetspec.trees.config import TreeConfig
 from jetspec.trees.draft import Draft
@@ -79,6 +87,46 @@ def round_p_value(shape, params, **settings):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_round_commits_what_the_target_would_have_written(shape, temperature, form):
     assert round_p_value(shape, SamplingParams(temperature, seed=3), form=form) > LOSSLESS / 10
+
+
+@pytest.mark.parametrize("form", ["path", "tree"])
+def test_the_rule_is_its_words_row_by_row(form):
+    """With a penalty, and the noise of the position that is decided: one request at a time."""
+    params = SamplingParams(0.9, seed=3, repetition_penalty=1.8)
+    keys, anchors = request_keys(range(150)), torch.full((150,), ANCHOR)
+    draws = Draws(params.temperature, params.seed, keys, torch.full((150,), 10))
+    tree = build_tree(the_draft(150, form), anchors, SHAPES["all"], draws)
+    logits, seen = TARGET[tree.tokens], torch.zeros(150, VOCAB, dtype=torch.bool)
+    seen[:, 1] = True
+    found = verify_residual(tree, logits, params, 10 + tree.depths, keys, seen)
+    for row in range(150):
+        node, path, text = 0, [0], {1, ANCHOR}
+        while True:
+            depth, key = tree.depths[row, node], keys[row : row + 1]
+            place = (10 + depth + 1)[None]
+            now = torch.tensor([[token in text for token in range(VOCAB)]])
+            p = target_distribution(logits[row, node][None], params, now)[0].double().exp()
+            every = torch.zeros(150, dtype=torch.long)
+            every[row] = node
+            q = tree.proposal.distribution(every, tree.depths[torch.arange(150), every], VOCAB)[row]
+            below = (tree.parents[row] == node).nonzero()[:, 0].tolist()
+            chances = uniform_noise(3, key, place, 5, Stream.ACCEPTANCE)[0].tolist()
+            for child, chance in zip(below, chances, strict=False):
+                x = int(tree.tokens[row, child])
+                if chance < p[x] / q[x]:
+                    node, text = child, text | {x}
+                    path.append(child)
+                    break
+                p = (p - q).clamp(min=0)
+                p, q[x] = p / p.sum(), 0.0
+                q = q / q.sum() if q.sum() > 0 else q
+            else:
+                noise = gumbel_noise(3, key, place, VOCAB)[0]
+                assert int(found.bonus[row]) == int((p.log() + noise).argmax())
+                break
+        assert int(found.lengths[row]) == len(path)
+        assert found.path[row, : len(path)].tolist() == path
+    assert set(found.lengths.tolist()) == {1, 2, 3}
 
 
 def faulty(fault):
