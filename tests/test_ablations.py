@@ -82,7 +82,7 @@ def outcome(tau, seed=0, slices=("math",), count=12):
 
 
 TRAINED_WHOLE = ("ablations", "ablations-gpu")
-SHIPPED_FILES = (*TRAINED_WHOLE, "path-scores-gpu")
+SHIPPED_FILES = (*TRAINED_WHOLE, "path-scores-gpu", "recipes-gpu")
 
 
 @pytest.mark.parametrize("name", SHIPPED_FILES)
@@ -110,6 +110,17 @@ def test_the_study_of_path_scores_trains_nothing_but_them() -> None:
     assert all(run.training.freeze_backbone for run in runs.values())
     backbones = {(r.head.mask, r.head.num_layers, r.head.conv_rank) for r in runs.values()}
     assert len(backbones) == 1
+
+
+def test_recipes_see_equally_many_rows_of_one_head() -> None:
+    runs = load_ablation(preset_path("recipes-gpu")).runs()
+    rows = {run.training.max_steps * run.training.batch_size for run in runs.values()}
+    assert len(rows) == 1 and len({run.head for run in runs.values()}) == 1
+    recipes = [
+        (r.training.optimizer, r.training.batch_size, r.training.learning_rate)
+        for r in runs.values()
+    ]
+    assert len(set(recipes)) == len(recipes)
 
 
 def members_of(plan, variant):
