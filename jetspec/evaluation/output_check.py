@@ -146,7 +146,6 @@ def _logits(target: Any, text: Sequence[int]) -> torch.Tensor:
     return target.logits(target.forward(ids, position_ids=positions, mask=causal).hidden[0])
 
 
-@torch.no_grad()
 def is_near_tie(
     target: Any,
     request: Request,
@@ -155,7 +154,20 @@ def is_near_tie(
     ulps: float,
     sampling: SamplingParams,
 ) -> bool:
-    """Whether both tokens lie within rounding of the best one after the common prefix.
+    """Whether both tokens lie within `ulps` of the best one after the common prefix."""
+    return gap_in_ulps(target, request, prefix, tokens, sampling) <= ulps
+
+
+@torch.no_grad()
+def gap_in_ulps(
+    target: Any,
+    request: Request,
+    prefix: Sequence[int],
+    tokens: tuple[int, int],
+    sampling: SamplingParams,
+) -> float:
+    """How far the worse of two tokens lies below the best one after the common prefix, in units in
+    the last place of the largest logit, in the target's type.
 
     The logits come from one uncached forward over prompt and prefix. Above temperature 0 a token
     wins by log p plus its noise, so those sums are compared, and rounding is scaled alike.
@@ -166,15 +178,14 @@ def is_near_tie(
     seen = seen_tokens(sampling, [text], logits.shape[-1], target.device)
     scores = edited_logits(logits, sampling, seen)[0].double()
     largest = float(torch.stack([scores.max(), *scores[list(tokens)]]).abs().max())
-    tolerance = ulps * unit_in_last_place(largest, target.dtype)
+    unit = unit_in_last_place(largest, target.dtype)
     if not sampling.greedy:
         keys = request_keys([request.request_id], target.device)
         place = torch.tensor([length], device=target.device)
         noise = gumbel_noise(sampling.seed, keys, place, logits.shape[-1])
         scores = (target_distribution(logits, sampling, seen).double() + noise)[0]
-        tolerance /= sampling.temperature
-    gaps = scores.max() - scores[list(tokens)]
-    return bool((gaps <= tolerance).all())
+        unit /= sampling.temperature
+    return float((scores.max() - scores[list(tokens)]).max()) / unit
 
 
 def unit_in_last_place(value: float, dtype: torch.dtype) -> float:
