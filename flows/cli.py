@@ -72,6 +72,12 @@ def run(
         flow = service.ABLATIONS if comparing else service.FLOW
         raise typer.Exit(service.follow_deployment(run, set or [], flow=flow))
     from flows.quiet import one_line_failures
+    from flows.tracking import tracking_uri
+    from jetspec.storage import exists
+
+    # A storage that cannot be used is told before any server starts.
+    exists(config.storage)
+    tracking_uri(config)
 
     with one_line_failures(to_stderr=as_json):
         if comparing:

@@ -1,38 +1,71 @@
 """What both command lines share: their options, how they read a run, and how they fail."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from jetspec.config import RunConfig, load_config
 from jetspec.errors import JetspecError
 from jetspec.heads.shipped import head_directory
+from jetspec.settings import first_mistake
 
 _UNWRITABLE = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT}
 INTERRUPTED = 130
 USER_ERROR = 2
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+# What a wrong command line raises; typer names this class's children only.
+_UsageError: type[Exception] = typer.BadParameter.mro()[1]
 
 
 class OneLineErrors(TyperGroup):
     """A group whose user errors are one line on stderr and exit status 2; Ctrl-C is 130."""
 
+    def make_context(
+        self, info_name: str | None, args: Any, parent: Any = None, **more: Any
+    ) -> Any:
+        with _one_line(str(info_name)):
+            return super().make_context(info_name, args, parent, **more)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _one_line(ctx.command_path):
             return super().invoke(ctx)
-        except JetspecError as error:
-            line = str(error)
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except OSError as error:
-            if error.errno not in _UNWRITABLE:
-                raise
-            line = f"output: {error.filename or 'disk'}: cannot be written ({error.strerror})"
-        typer.secho(f"error: {line}", fg="red", err=True)
-        raise typer.Exit(USER_ERROR)
+
+
+@contextmanager
+def _one_line(command: str) -> Iterator[None]:
+    """Tell a mistake in what the body parses or runs in one line, and end the program."""
+    try:
+        yield
+        return
+    except JetspecError as error:
+        line = str(error)
+    except _UsageError as error:
+        line = _wrong_usage(error, command)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        line = f"output: {error.filename or 'disk'}: cannot be written ({error.strerror})"
+    typer.secho(f"error: {line}", fg="red", err=True)
+    raise typer.Exit(USER_ERROR)
+
+
+def _wrong_usage(error: Any, command: str) -> str:
+    """What is wrong with the command line itself: the option and its value, or the command."""
+    message = error.format_message()
+    if len(message.splitlines()) != 1:  # the help of a group that was called without a command
+        raise error
+    if isinstance(error.__cause__, ValidationError) and error.param is not None:
+        return str(first_mistake(error.__cause__, error.param.opts[0]))
+    command = error.ctx.command_path if error.ctx else command
+    return f"{command}: {message.rstrip('.')}: see `{command} -h`"
 
 
 RunFile = Annotated[

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jetspec.errors import JetspecError
 from jetspec.kept import kept
@@ -50,6 +50,14 @@ class PromptsConfig(Settings):
     eval: tuple[PromptSource, ...] = (PromptSource(source="bundled", split="eval"),)
     limit: int | None = Field(default=None, ge=1)
     seed: int = 0
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _listed(cls, sources: object) -> object:
+        entries = sources if isinstance(sources, list | tuple) else [sources]
+        if entries is not sources or any(isinstance(entry, str) for entry in entries):
+            raise ValueError("is a list of sources; write it as [{source: NAME_OR_FILE}, ...]")
+        return sources
 
 
 @dataclass(frozen=True)

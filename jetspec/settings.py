@@ -40,7 +40,9 @@ def first_mistake(error: ValidationError, whole: str, source: object = None) -> 
     if first["type"] == "value_error" and told and name.isidentifier() and isinstance(value, dict):
         return JetspecError(f"{field}.{name}", value.get(name, "not set"), rest)
     if first["type"] in ("model_type", "dict_type"):
-        mend = "is a section; write its settings below it"
+        mend = "is a section; write its settings below it, or as {key: value}"
+    elif first["type"] in ("tuple_type", "list_type"):
+        mend = "is a list; write it as [value, ...]"
     elif value is None or value == "":
         wanted = mend.removeprefix("Input should be ")
         wanted = "a value" if wanted == mend else wanted

@@ -207,6 +207,8 @@ def read_manifest(directory: str, *, kind: str, verify: bool = True) -> dict[str
     """
     uri = join(directory, MANIFEST)
     if not exists(uri):
+        if not exists(directory):
+            raise JetspecError(kind, directory, f"not found; give a {kind} directory")
         raise JetspecError(kind, directory, "has no manifest: incomplete, run its stage again")
     manifest = read_json(uri)
     if not isinstance(manifest, dict) or "files" not in manifest or "kind" not in manifest:

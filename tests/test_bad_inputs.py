@@ -70,6 +70,9 @@ def test_unknown_key_in_an_override(workspace: Workspace) -> None:
         ("training.epochs=null", "training.epochs: null: is empty; give a valid integer, or leave"),
         ("training=", "training: null: is a section; write its settings below it"),
         ("=4", "--set: =4: write it as section.key=value"),
+        ("evaluation.budgets=16", "evaluation.budgets: 16: is a list; write it as [value, ...]"),
+        ("prompts.train=a.jsonl", "prompts.train: a.jsonl: is a list of sources; write it as [{"),
+        ("prompts.eval=[gsm8k]", "prompts.eval: ['gsm8k']: is a list of sources; write it as [{"),
     ],
 )
 def test_an_empty_setting_is_told_from_a_wrong_one(
@@ -92,6 +95,42 @@ def test_unknown_preset_lists_those_there_are(command: list[str]) -> None:
 def test_missing_target(workspace: Workspace, option: str) -> None:
     line = one_line(workspace.library("regenerate", workspace.run, "--set", option))
     assert "target.source: /no/model" in line
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_missing_directory_is_not_called_incomplete(workspace: Workspace, command: str) -> None:
+    line = one_line(workspace.library(command, workspace.run, "/no/such"))
+    assert "/no/such: not found" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nonsense"], "No such command 'nonsense': see `"),
+        (["--nonsense"], "No such option: --nonsense: see `"),
+        (["registry", "nonsense"], "registry: No such command 'nonsense': see `"),
+        (["run"], "run: Missing argument 'RUN': see `"),
+        (["run", "quickstart", "--nonsense"], "run: No such option: --nonsense: see `"),
+        (["generate", "--seed"], "Option '--seed' requires an argument: see `"),
+        (["generate", "--budget", "0", "hi"], "--budget: 0: Input should be greater than"),
+        (["generate", "--temperature", "x", "hi"], "--temperature: x: Input should be a valid"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str], line: str) -> None:
+    assert line in one_line(invoke(app, *arguments))
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    for arguments in ([], ["registry"]):
+        shown = invoke(app, *arguments)
+        assert "Usage: " in shown.output
+        assert "error: " not in shown.output
+
+
+@pytest.mark.parametrize("storage", ["memory://runs", "nonsense://runs"])
+def test_a_storage_that_cannot_be_used_is_told_before_a_server_starts(storage: str) -> None:
+    line = one_line(invoke(app, "run", "quickstart", "--set", f"storage={storage}"))
+    assert storage in line
 
 
 def test_missing_prompt_file(workspace: Workspace) -> None:
