@@ -95,7 +95,8 @@ def generate(
 
     console = Console()
     console.print(generate_view.colored(answer), soft_wrap=True)
-    console.print(generate_view.summary(answer, champion), style="bold", highlight=False)
+    figures = generate_view.summary(answer, champion)
+    console.print(figures, style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(
@@ -187,7 +188,7 @@ def list_models(
 
     config = _place(storage, tracking)
     champions = {name: registry.champion_version(config, name) for name in registry.names(config)}
-    emit(champions, as_json)
+    emit(champions if as_json else {n: v or "none" for n, v in champions.items()}, as_json)
 
 
 def _place(storage: str, tracking: str | None) -> RunConfig:

@@ -71,7 +71,7 @@ def regen_train_eval(
         run = nightly.following(run, decision)
     console.print(f"run {run.name}: output in {run.storage}", soft_wrap=True)
     if run.target.source == "embedded":
-        console.print("the embedded model is fetched and converted once, which takes a minute")
+        console.print("the embedded model is fetched and converted at its first use: a minute")
     with tracking.pipeline_run(run) as parent, cluster.connect(run.ray):
         samples = regenerate(run, parent)
         start = registry.warm_start_uri(run)

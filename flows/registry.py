@@ -149,7 +149,11 @@ def require_champion(config: RunConfig, name: str) -> ChampionRecord:
     """
     found = champion(config, name)
     if found is None:
-        raise JetspecError("registry", name, "has no champion yet; `jetspec run` makes one")
+        raise JetspecError(
+            "registry",
+            name,
+            "has no champion yet: `jetspec run` makes one of a version that passes the gates",
+        )
     return found
 
 

@@ -14,6 +14,7 @@ from jetspec import storage
 from jetspec.config import RunConfig
 from jetspec.evaluation.figures import write_figures
 from jetspec.evaluation.report import cells_table, overview_table
+from jetspec.samples import Accounting
 from jetspec.stages import StageResult
 
 Record = Mapping[str, Any]
@@ -105,7 +106,9 @@ def show(
         samples, seed = settings.bootstrap_samples, settings.seed
         console.print(overview_table(records, samples=samples, seed=seed))
     samples, promotion = result["samples"], result["promotion"]
-    counts = ", ".join(f"{count} {name}" for name, count in samples["accounting"].items())
+    # A manifest's keys come back sorted; the sum is read as in = ok + truncated + ...
+    accounting = Accounting.from_facts(samples["accounting"]).facts()
+    counts = ", ".join(f"{count} {name}" for name, count in accounting.items())
     console.print(f"\nsamples   {samples['regenerated']} regenerated ({counts})", soft_wrap=True)
     console.print(f"head      {result['head']['chosen']}", soft_wrap=True)
     for reason in promotion["reasons"]:

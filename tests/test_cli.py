@@ -147,6 +147,10 @@ def test_a_version_its_gates_refused_is_promoted_only_by_force(registered: Works
     assert version["aliases"] == ["challenger"]
     assert "gates said no" in one_line(jetspec(registered, "promote"))
     assert "no champion" in one_line(jetspec(registered, "registry", "show"))
+    assert jetspec(registered, "registry", "list").stdout.split() == [
+        json.loads(shown.stdout)["name"],
+        "none",
+    ]
     forced = jetspec(registered, "promote", "--force", "--json")
     assert json.loads(forced.stdout)["aliases"] == ["challenger", "champion"]
 
@@ -188,8 +192,10 @@ def test_generate_answers_with_the_champion_as_plain_decoding_would(registered: 
     plain = decode(target, [prompt], sampling=params, max_new_tokens=12).generations[0]
     assert json.loads(drawn.stdout)["tokens"] == plain.tokens
     seen = jetspec(registered, "generate", "what is a tree?", *options)
-    assert "tau " in seen.output
-    assert "tok/s" in seen.output
+    figures = seen.output.splitlines()[-1]
+    assert figures.startswith("tau ")
+    assert "tok/s" in figures
+    assert figures.endswith(f"[{shown['model']} version 1]")
 
 
 @pytest.mark.parametrize(

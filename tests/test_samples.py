@@ -272,3 +272,10 @@ def test_every_sample_is_accounted_for():
 def test_a_sample_too_few_or_too_many_is_noticed(off):
     with pytest.raises(JetspecError, match="accounted for"):
         Accounting(in_=5 + off, ok=3, looping=2).check()
+
+
+def test_an_account_reads_in_the_order_of_its_sum_however_a_manifest_sorted_it() -> None:
+    facts = Accounting(6, 1, 2, 3, 0, 0).facts()
+    back = Accounting.from_facts(dict(sorted(facts.items()))).facts()
+    assert list(back.items()) == list(facts.items())
+    assert list(back) == ["in", "ok", "truncated", "looping", "failed", "skipped"]
