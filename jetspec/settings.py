@@ -32,8 +32,10 @@ def first_mistake(error: ValidationError, whole: str, source: object = None) -> 
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
     value = first["input"] if first["loc"] or source is None else source
+    # Python would show an empty value as nothing, or by a name that no run file knows.
+    shown = "null" if value is None else "''" if value == "" else value
     if first["type"] == "extra_forbidden":
-        return JetspecError(field, value, "unknown key; check its spelling")
+        return JetspecError(field, shown, "unknown key; check its spelling")
     mend = str(first["msg"]).removeprefix("Value error, ")
     # What contradicts another setting of its section is told as `name: mend`.
     name, told, rest = mend.partition(": ")
@@ -47,6 +49,4 @@ def first_mistake(error: ValidationError, whole: str, source: object = None) -> 
         wanted = mend.removeprefix("Input should be ")
         wanted = "a value" if wanted == mend else wanted
         mend = f"is empty; give {wanted}, or leave the key out"
-    # Python would show an empty value as nothing, or by a name that no run file knows.
-    shown = "null" if value is None else "''" if value == "" else value
     return JetspecError(field, shown, mend)
