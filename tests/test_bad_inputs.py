@@ -70,6 +70,7 @@ def test_unknown_key_in_an_override(workspace: Workspace) -> None:
         ("training.epochs=null", "training.epochs: null: is empty; give a valid integer, or leave"),
         ("training=", "training: null: is a section; write its settings below it"),
         ("=4", "--set: =4: write it as section.key=value"),
+        ("head={kind: eagle3, mask: causal}", "head.mask: causal: unknown key of `eagle3` heads"),
         ("head.layers=null", "head.layers: null: unknown key"),
         ("evaluation.budgets=16", "evaluation.budgets: 16: is a list; write it as [value, ...]"),
         ("prompts.train=a.jsonl", "prompts.train: a.jsonl: is a list of sources; write it as [{"),

@@ -42,12 +42,17 @@ def parse_head(value: Any) -> Any:
     """Plain values -> the settings class of their `kind`; anything else as it is.
 
     Raises:
-        JetspecError: no head has that name.
+        JetspecError: no head has that name, or heads of that name have not such a setting.
     """
     if not isinstance(value, dict):
         return value
     kind = value.get("kind", PARALLEL)
     settings = HeadConfig if kind == PARALLEL else head_class(str(kind)).settings
+    for name in value:
+        if name not in settings.model_fields and kind != PARALLEL:
+            # It may well come from a base that was written for another kind.
+            mend = f"unknown key of `{kind}` heads; take it out of the run file and of its base"
+            raise JetspecError(f"head.{name}", value[name], mend)
     return settings.model_validate(value)
 
 
