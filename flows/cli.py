@@ -12,6 +12,7 @@ from flows import cli_registry as registered
 from flows.cli_options import STORAGE, MlflowPort, PrefectPort, Run, Storage, where
 from flows.presets import preset_path, resolve_run
 from jetspec import cli as library
+from jetspec.cli_bench import FORWARDED, bench
 from jetspec.cli_options import HELP_OPTIONS, AsJson, HeadDir, OneLineErrors, Overrides, Samples
 from jetspec.cli_output import emit, progress, show_evaluation, show_samples
 from jetspec.errors import JetspecError
@@ -167,6 +168,7 @@ def down(storage: Storage = STORAGE) -> None:
 
 app.command(rich_help_panel=_LOOK)(library.doctor)
 app.command(rich_help_panel=_LOOK)(library.targets)
+app.command(rich_help_panel=_LOOK, context_settings=FORWARDED)(bench)
 app.command(rich_help_panel=_KEEP)(library.export)
 app.add_typer(registered.registry_app, name="registry", rich_help_panel=_KEEP)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from jetspec import cli_bench
 from jetspec import cli_options as options
 from jetspec.cli_options import (
     HELP_OPTIONS,
@@ -366,6 +367,9 @@ _WAYS = {
     "/a/file.gguf": "a GGUF file, converted once and cached",
     "org/name": "a model of the hub",
 }
+
+
+app.command(context_settings=cli_bench.FORWARDED)(cli_bench.bench)
 
 
 def main() -> None:

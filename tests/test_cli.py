@@ -1,5 +1,6 @@
 """Both command lines, from a tiny target to a champion that answers a prompt."""
 
+import importlib.util
 import io
 import json
 import shlex
@@ -15,6 +16,7 @@ from flows import generate_view, promote, summary, tracking
 from flows.cli import app
 from flows.cli_options import STORAGE, where
 from flows.registered import ChampionRecord
+from jetspec import cli_bench
 from jetspec.config import load_config, parse_config
 from tests.answers import save_target
 from tests.tiny import tiny_target
@@ -37,6 +39,7 @@ COMMANDS = [
     "targets",
     "theory",
     "export",
+    "bench",
 ]
 
 
@@ -73,6 +76,23 @@ def test_every_command_of_the_product_is_there_and_explains_itself() -> None:
     for command in COMMANDS:
         assert f" {command} " in listed
         assert invoke(app, command, "--help").exit_code == 0
+
+
+def test_bench_lists_its_tables_and_hands_on_what_follows_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = invoke(app, "bench").output
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        cli_bench.runpy, "run_module", lambda module, **how: ran.append((module, sys.argv[1:]))
+    )
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for table, (module, _) in cli_bench.BENCHES.items():
+        assert module in listed and importlib.util.find_spec(module)
+        assert invoke(app, "bench", table, "rows", "--json", "FILE", "-h").exit_code == 0
+        assert ran.pop() == (module, ["rows", "--json", "FILE", "-h"])
+    wrong = invoke(app, "bench", "speed")
+    assert wrong.exit_code == 2 and "TABLE: speed: choose from kernels" in wrong.output
 
 
 def test_help_does_not_import_the_heavy_packages() -> None:
