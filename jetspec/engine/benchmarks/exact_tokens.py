@@ -4,30 +4,24 @@ Every prompt is decoded plainly at batch 1, then plainly, with chains and with t
 and budget; token ids must be equal. One line a configuration; the exit code says whether all were.
 """
 
-import argparse
 import gc
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from jetspec.engine.benchmarks.answers import command_line, configurations, new_record, opened
 from jetspec.engine.engine import Engine, Shared
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import load_head
-from jetspec.prompts import PromptSource, load_source
-from jetspec.targets.config import TargetConfig
-from jetspec.targets.load import load_target
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 
+PROGRAM = "python -m jetspec.engine.benchmarks.exact_tokens"
 SHOWN = 3
 """Differences of a configuration that are printed."""
 
@@ -52,19 +46,6 @@ def differences(plain: Sequence[list[int]], found: Sequence[list[int]]) -> list[
             tokens = [answer[place] if place < len(answer) else None for answer in (a, b)]
             out.append(Difference(prompt, place, *tokens))
     return out
-
-
-def configurations(
-    batches: Sequence[int], budgets: Sequence[int], depth: int
-) -> Iterator[tuple[str, int, TreeConfig | None]]:
-    """(name, batch, tree; None decodes plainly), grouped by batch."""
-    for batch in batches:
-        yield f"plain, batch {batch}", batch, None
-        chain = TreeConfig(builder="chain", budget=depth, depth=depth)
-        yield f"chain of {depth}, batch {batch}", batch, chain
-        for budget in budgets:
-            tree = TreeConfig(builder="best_first", budget=budget, depth=depth)
-            yield f"tree of {budget}, batch {batch}", batch, tree
 
 
 def check(
@@ -115,49 +96,14 @@ def check(
         gc.collect()
 
 
-def read_prompts(target: Target, source: str, count: int) -> list[list[int]]:
-    """Token ids of the first `count` prompts, as the target's chat template writes them."""
-    found = load_source(PromptSource(source=source, limit=count), field="PROMPTS")
-    if len(found) < count:
-        raise JetspecError("PROMPTS", f"{len(found)} prompts", f"give {count}, or lower --count")
-    return [target.render(prompt.messages) for prompt in found]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jetspec.engine.benchmarks.exact_tokens", description=__doc__
+    parser = command_line(
+        PROGRAM, __doc__, count=100, tokens=256, batches=[1, 3, 16], budgets=[16, 64, 256]
     )
-    parser.add_argument("target", help="a directory, a .gguf file, or `embedded`")
-    parser.add_argument("head", help="a head's directory")
-    parser.add_argument("prompts", help="JSONL or Parquet, or `bundled`")
-    parser.add_argument("--count", type=int, default=100, help="prompts")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 3, 16])
-    parser.add_argument("--budgets", type=int, nargs="*", default=[16, 64, 256])
-    parser.add_argument("--depth", type=int, default=15)
-    parser.add_argument("--weights", default="own", help="`own` or `fp8`, as target.weights")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args(arguments)
     try:
-        if not torch.cuda.is_available():
-            raise JetspecError("device", "none", "this check needs a CUDA GPU")
-        from kernels.benchmarks.timing import environment
-
-        target = load_target(TargetConfig(source=args.target, weights=args.weights))
-        head = load_head(args.head)
-        if not isinstance(head, ParallelHead):
-            raise JetspecError("HEAD", args.head, "the engine runs parallel heads")
-        head = head.to(target.device, target.dtype)
-        prompts = read_prompts(target, args.prompts, args.count)
-        record: dict[str, Any] = {
-            "command": " ".join(
-                ["python -m jetspec.engine.benchmarks.exact_tokens", *sys.argv[1:]]
-            ),
-            "target": {"name": target.name, "fingerprint": target.fingerprint},
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "environment": environment(),
-            "configurations": [],
-        }
+        target, head, prompts = opened(args)
+        record = new_record(PROGRAM, target)
         failed = 0
         for row in check(
             target, head, prompts, args.tokens, batches=args.batches, budgets=args.budgets,

@@ -6,27 +6,21 @@ with trees. In bf16 a first difference must be a near tie: both tokens within `-
 logit of one uncached forward. One line a configuration; the exit code says whether all were.
 """
 
-import argparse
+import gc
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from jetspec.decode import decode
-from jetspec.engine.benchmarks.exact_tokens import configurations, read_prompts
+from jetspec.engine.benchmarks.answers import command_line, configurations, new_record, opened
 from jetspec.engine.engine import Engine
 from jetspec.errors import JetspecError
 from jetspec.evaluation.methods import Request
 from jetspec.evaluation.output_check import first_difference, gap_in_ulps
 from jetspec.heads.parallel import ParallelHead
-from jetspec.heads.registry import load_head
 from jetspec.sampling import SamplingParams
-from jetspec.targets.config import TargetConfig
-from jetspec.targets.load import load_target
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 
@@ -79,40 +73,16 @@ def check(
             "seconds": seconds,
         }
         del engine
+        gc.collect()  # its graphs and pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
-    parser.add_argument("target", help="a directory, a .gguf file, or `embedded`")
-    parser.add_argument("head", help="a head's directory")
-    parser.add_argument("prompts", help="JSONL or Parquet, or `bundled`")
-    parser.add_argument("--count", type=int, default=64, help="prompts")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
-    parser.add_argument("--batches", type=int, nargs="+", default=[16])
-    parser.add_argument("--budgets", type=int, nargs="*", default=[64])
-    parser.add_argument("--depth", type=int, default=15)
+    parser = command_line(PROGRAM, __doc__, count=64, tokens=128, batches=[16], budgets=[64])
     parser.add_argument("--ulps", type=float, default=2.0, help="what counts as a near tie")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args(arguments)
     try:
-        if not torch.cuda.is_available():
-            raise JetspecError("device", "none", "this check needs a CUDA GPU")
-        from kernels.benchmarks.timing import environment
-
-        target = load_target(TargetConfig(source=args.target))
-        head = load_head(args.head)
-        if not isinstance(head, ParallelHead):
-            raise JetspecError("HEAD", args.head, "the engine runs parallel heads")
-        head = head.to(target.device, target.dtype)
-        prompts = read_prompts(target, args.prompts, args.count)
-        record: dict[str, Any] = {
-            "command": " ".join([PROGRAM, *sys.argv[1:]]),
-            "target": {"name": target.name, "fingerprint": target.fingerprint},
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "ulps": args.ulps,
-            "environment": environment(),
-            "configurations": [],
-        }
+        target, head, prompts = opened(args)
+        record = {**new_record(PROGRAM, target), "ulps": args.ulps}
         for row in check(
             target, head, prompts, args.tokens, batches=args.batches, budgets=args.budgets,
             depth=args.depth, ulps=args.ulps,
