@@ -28,7 +28,10 @@ class Recorder:
     def __getitem__(self, grid: object) -> "Recorder":
         return self
 
-    def __call__(self, *args: object, num_warps: int = 4, num_stages: int = 3, **named: object):
+    def __call__(
+        self, *args: object, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True,
+        **named: object,
+    ):  # fmt: skip
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | named
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
@@ -50,5 +53,7 @@ class Recorder:
                 if value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {
+            "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion,
+        }  # fmt: skip
         self.compiled.append(triton.compile(source, target=HOPPER, options=options))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.attention_plans import Plan, plan_for
 from kernels.kv_tiles import LOG2_E, fold, next_tiles, tile_sources
-from kernels.launch import dependent, dot, enter
+from kernels.launch import dot, enter, unfused
 from kernels.merge_splits import MERGE, Workspace, fold_splits
 
 TAIL = 32
@@ -226,13 +226,13 @@ def exact_attention(
         space.out, space.top, space.total, scale, page_table.shape[1], nodes, batch,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE=page_size, **order,
         ROWS=plan.rows, TILE=plan.tile, DESCRIPTORS=plan.descriptors,
-        num_warps=plan.warps, num_stages=plan.stages, **dependent(),
+        num_warps=plan.warps, num_stages=plan.stages, **unfused(),
     )  # fmt: skip
     _finish[(kv_heads, nodes, batch)](
         q, keys, values, page_table, prefix_lengths, node_counts, positions,
         positions if ancestors is None else ancestors, space.out, space.top, space.total, out,
         scale, page_table.shape[1], nodes, batch, int(ancestors is not None),
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, PAGE=page_size, **order, MERGE=MERGE, num_warps=4, **dependent(),
+        HEAD_DIM=head_dim, PAGE=page_size, **order, MERGE=MERGE, num_warps=4, **unfused(),
     )  # fmt: skip
     return out

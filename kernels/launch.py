@@ -46,6 +46,16 @@ def dependent() -> dict[str, bool]:
     return {"PDL": False}
 
 
+def unfused() -> dict[str, bool]:
+    """Launch keywords of a kernel whose bits must not depend on how it was compiled.
+
+    A product and the sum behind it may become one instruction that rounds once. Which ones do is
+    the compiler's choice, and it differs between two loops of a kernel and between two launches of
+    different sizes. Here every operation rounds by itself.
+    """
+    return {"enable_fp_fusion": False, **dependent()}
+
+
 @contextmanager
 def overlap(allowed: bool) -> Iterator[None]:
     """Launches inside may, or may not, be placed early; for measuring what that brings."""

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import dependent, enter
+from kernels.launch import enter, unfused
 
 
 @triton.jit
@@ -43,6 +43,6 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     out = torch.empty(rows, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
     chunk = 1024
     _silu_mul[(triton.cdiv(width, chunk), rows)](
-        gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4, **dependent()
+        gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4, **unfused()
     )
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import dependent, enter
+from kernels.launch import enter, unfused
 
 
 @triton.jit
@@ -48,6 +48,6 @@ def add_rms_norm(
     _add_rms_norm[(rows,)](
         x, out if residual is None else residual, weight, out, new_residual, rows, width, eps,
         PARTS=parts, RESIDUAL=residual is not None, WIDTH=triton.next_power_of_2(width),
-        num_warps=8 if width >= 2048 else 4, **dependent(),
+        num_warps=8 if width >= 2048 else 4, **unfused(),
     )  # fmt: skip
     return out, new_residual

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import dependent, enter
+from kernels.launch import dependent, enter, unfused
 
 MOST_HEADS = 8
 """Heads a program turns; all of them are queries, keys or values."""
@@ -158,7 +158,7 @@ def qkv_to_cache(
         out, keys, values, rows, eps,
         PARTS=parts, BIAS=bias is not None, NORM=q_norm is not None,
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size, GROUP=group,
-        num_warps=4 if group * head_dim >= 512 else 1, **dependent(),
+        num_warps=4 if group * head_dim >= 512 else 1, **unfused(),
     )  # fmt: skip
     return out
 

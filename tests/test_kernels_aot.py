@@ -201,7 +201,8 @@ CASES = {
 }
 
 
-# [[kernel, whether it is for Hopper, whether it has Hopper's matrix instruction], ...]
+# [[kernel, whether it is for Hopper, whether it has Hopper's matrix instruction, whether products
+# and sums may be fused], ...]
 def compile_case(case, *kernels):
     places = [(module, name) for module, *names in kernels for name in names]
     recorders = [aot.Recorder(getattr(module, name)) for module, name in places]
@@ -218,7 +219,9 @@ def compile_case(case, *kernels):
         for compiled in recorder.compiled:
             assert compiled.asm["cubin"], recorder.kernel
             ptx = compiled.asm["ptx"]
-            found.append([recorder.kernel.__name__, ".target sm_90a" in ptx, "wgmma" in ptx])
+            fused = compiled.metadata.enable_fp_fusion or "fma.rn" in ptx
+            name = recorder.kernel.__name__
+            found.append([name, ".target sm_90a" in ptx, "wgmma" in ptx, fused])
     return found
 
 
@@ -236,6 +239,9 @@ KERNELS = [
     "attention", "commit", "distillation", "edge_products", "edges", "exact", "experts", "fp8",
     "fusions", "gemm", "lookup", "topk", "trees",
 ]  # fmt: skip
+BITWISE_KERNELS = (
+    "_add_rms_norm", "_attend_committed", "_finish", "_qkv_to_cache", "_silu_mul",
+)  # fmt: skip
 MATRIX_KERNELS = ("_attend", "_attend_committed", "_expert_product", "_fp8_product", "_product")
 
 
@@ -255,7 +261,14 @@ def compiled() -> dict[str, Any]:
 def test_compiles_for_hopper(compiled, kernel) -> None:
     found = compiled[kernel]
     assert not isinstance(found, str), found[-3000:]
-    assert found and all(hopper for _, hopper, _ in found)
+    assert found and all(hopper for _, hopper, _, _ in found)
     # The matrix kernels use Hopper's own matrix instruction, whatever the number of rows: another
     # instruction would sum in another order.
-    assert all(wgmma for name, _, wgmma in found if name in MATRIX_KERNELS)
+    assert all(wgmma for name, _, wgmma, _ in found if name in MATRIX_KERNELS)
+
+
+def test_no_kernel_of_the_bitwise_mode_leaves_rounding_to_the_compiler(compiled) -> None:
+    """Which products and sums become one instruction differs between a kernel's own loops."""
+    fused = {name: fused for found in compiled.values() for name, _, _, fused in found}
+    assert {name: fused[name] for name in BITWISE_KERNELS} == dict.fromkeys(BITWISE_KERNELS, False)
+    assert fused["_attend"]
