@@ -9,7 +9,7 @@ import torch
 from jetspec.evaluation.cells import Cell
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request
-from jetspec.evaluation.output_check import check_distribution, check_outputs, is_near_tie
+from jetspec.evaluation.output_check import check_distribution, check_outputs, gap_in_ulps
 from jetspec.sampling import SamplingParams, request_keys, sample, uniform_noise
 from tests.measured import FakeTarget
 from tests.tiny import tiny_target
@@ -44,7 +44,10 @@ SWAPPED = {"a": [7, 2, 9, 4]}  # tokens 1 and 2 are tied within the target's gap
 def test_a_near_tie_passes_only_where_rounding_may_differ(dtype, other_kernels, settings, passed):
     found = check(SWAPPED, target=FakeTarget(dtype), other_kernels=other_kernels, **settings)
     assert (found["passed"], found["differing"], found["near_ties"]) == (passed, 1, 1)
-    assert found["differences"] == [{"prompt_id": "a", "position": 1, "near_tie": True}]
+    (difference,) = found["differences"]
+    gap = difference.pop("ulps")
+    assert difference == {"prompt_id": "a", "position": 1, "near_tie": True}
+    assert 0 <= gap <= 512 and found["gaps"] == {str(math.ceil(gap)): 1}
     assert ("identical" in found["rule"]) is not passed
 
 
@@ -73,11 +76,18 @@ def test_every_prompt_must_have_been_decoded_plainly_too():
     assert not check({})["passed"]
 
 
-def test_one_error_among_near_ties_fails_and_five_differences_are_shown():
+def test_one_error_among_near_ties_fails_and_the_five_widest_differences_are_shown():
     ours = {name: [7, 2, 9, 4] for name in "abcdef"} | {"g": [7, 30, 9, 4]}
     found = check(ours, target=FakeTarget(torch.bfloat16))
     assert (found["passed"], found["differing"], found["near_ties"]) == (False, 7, 6)
     assert len(found["differences"]) == 5
+    assert found["differences"][0]["prompt_id"] == "g"
+    assert sorted(found["gaps"].values()) == [1, 6]
+
+
+def test_a_text_that_ends_early_is_no_near_tie_and_is_counted_as_ended():
+    found = check({"a": TEXT[:2]}, target=FakeTarget(torch.bfloat16))
+    assert (found["passed"], found["near_ties"], found["gaps"]) == (False, 0, {"ended": 1})
 
 
 @functools.cache
@@ -123,11 +133,11 @@ def test_a_near_tie_is_measured_in_rounding_of_the_logits_at_any_temperature(tem
     )
     ulps = float(wins[best] - wins[other]) * (temperature or 1.0) / (unit * 2**-23)
     request = Request(text, "p")
-    for share, near in ((0.99, False), (1.01, True)):
-        for pair in ((best, other), (other, best)):
-            assert is_near_tie(target(), request, written, pair, share * ulps, params) is near
+    for pair in ((best, other), (other, best)):
+        gap = gap_in_ulps(target(), request, written, pair, params)
+        assert gap == pytest.approx(ulps, rel=0.01)
     third = int(wins.argmin())
-    assert not is_near_tie(target(), request, written, (best, third), 1.01 * ulps, params)
+    assert gap_in_ulps(target(), request, written, (best, third), params) > 1.01 * ulps
 
 
 SETTINGS = [

@@ -12,7 +12,7 @@ from jetspec.evaluation.bench import run_group
 from jetspec.evaluation.cells import Cell, cells
 from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request
-from jetspec.evaluation.output_check import check_distribution, is_near_tie
+from jetspec.evaluation.output_check import check_distribution, gap_in_ulps
 from jetspec.generation.config import RegenerationConfig
 from jetspec.generation.conversation import TokenPrompt
 from jetspec.generation.plan import sampling_facts
@@ -111,8 +111,8 @@ def test_near_ties_are_judged_after_bias_and_penalty():
     target, _ = models()
     params = SamplingParams(repetition_penalty=2.0, logit_bias=((11, 50.0),))
     request = Request([5, 6, 7], "p")
-    assert is_near_tie(target, request, [], (11, 11), 0.0, params)
-    assert not is_near_tie(target, request, [], (11, 12), 0.0, params)
+    assert gap_in_ulps(target, request, [], (11, 11), params) == 0
+    assert gap_in_ulps(target, request, [], (11, 12), params) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -61,7 +61,8 @@ class EvaluationConfig(SamplingSettings):
             prompt. `hf_eager: 0` leaves out Hugging Face's `generate`.
         repeats: times every batch of prompts is decoded; times are averaged.
         near_tie_ulps: in bf16, a first difference between tokens whose logits lie within this many
-            units in the last place of the larger one is a near tie, not an error.
+            units in the last place of the larger one is a near tie, not an error. Of 899 first
+            differences in one matrix 895 were within 2 (docs/results).
         workers: Ray actors that run cells; None is one a GPU, or one on a CPU machine.
         max_attempts: times a cell may bring its worker down before that is its result.
     """
@@ -112,7 +113,7 @@ class EvaluationConfig(SamplingSettings):
     warmup_tokens: int = Field(8, ge=1)
     repeats: int = Field(1, ge=1)
     bootstrap_samples: int = Field(2000, ge=100)
-    near_tie_ulps: float = Field(2.0, ge=0)
+    near_tie_ulps: float = Field(4.0, ge=0)
     workers: int | None = Field(None, ge=1)
     max_attempts: int = Field(2, ge=1)
     seed: int = 0

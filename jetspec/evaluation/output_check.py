@@ -9,6 +9,7 @@ whether it is one: the sum of its tokens' log-probabilities must lie where the t
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ def check_outputs(
         other_kernels: something else decoded the cell than decoded plainly.
 
     Returns:
-        passed; compared, differing and near_ties as numbers of prompts; the rule; and the first
-        differing prompts with the position of their first difference.
+        passed; compared, differing and near_ties as numbers of prompts; the rule; gaps, how many
+        prompts' first differences lie so many ulps apart, rounded up (`ended`: one text ended
+        there); and the five widest of them.
     """
     other_kernels = other_kernels or cell.method == "hf_eager"
     fp32 = target.dtype == torch.float32
@@ -68,18 +70,24 @@ def check_outputs(
         at = first_difference(plain, ours)
         if at is None:
             continue
-        near = at < min(len(ours), len(plain)) and is_near_tie(
-            target, requests[prompt_id], plain[:at], (plain[at], ours[at]), ulps, sampling
-        )
-        differences.append({"prompt_id": prompt_id, "position": at, "near_tie": near})
+        gap = None
+        if at < min(len(ours), len(plain)):
+            pair = (plain[at], ours[at])
+            gap = gap_in_ulps(target, requests[prompt_id], plain[:at], pair, sampling)
+        near = gap is not None and gap <= ulps
+        gap = None if gap is None else round(gap, 2)
+        differences.append({"prompt_id": prompt_id, "position": at, "near_tie": near, "ulps": gap})
     near_ties = sum(d["near_tie"] for d in differences)
     errors = len(differences) - (0 if exact else near_ties)
+    differences.sort(key=lambda d: math.inf if d["ulps"] is None else d["ulps"], reverse=True)
+    gaps = Counter("ended" if d["ulps"] is None else str(math.ceil(d["ulps"])) for d in differences)
     return {
         "passed": bool(compared) and errors == 0 and len(compared) == len(outputs),
         "compared": len(compared),
         "differing": len(differences),
         "near_ties": near_ties,
         "rule": "identical" if exact else f"near ties within {ulps:g} ulps allowed",
+        "gaps": dict(sorted(gaps.items())),
         "differences": differences[:5],
     }
 
@@ -144,18 +152,6 @@ def _logits(target: Any, text: Sequence[int]) -> torch.Tensor:
     causal = torch.ones(1, length, length, dtype=torch.bool, device=target.device).tril()
     positions = torch.arange(length, device=target.device)[None]
     return target.logits(target.forward(ids, position_ids=positions, mask=causal).hidden[0])
-
-
-def is_near_tie(
-    target: Any,
-    request: Request,
-    prefix: Sequence[int],
-    tokens: tuple[int, int],
-    ulps: float,
-    sampling: SamplingParams,
-) -> bool:
-    """Whether both tokens lie within `ulps` of the best one after the common prefix."""
-    return gap_in_ulps(target, request, prefix, tokens, sampling) <= ulps
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from jetspec.decode import decode
 from jetspec.engine.benchmarks.answers import command_line, configurations, new_record, opened
 from jetspec.engine.engine import Engine
 from jetspec.errors import JetspecError
+from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request
 from jetspec.evaluation.output_check import first_difference, gap_in_ulps
 from jetspec.heads.parallel import ParallelHead
@@ -25,6 +26,7 @@ from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 
 PROGRAM = "python -m jetspec.engine.benchmarks.near_ties"
+_ULPS = EvaluationConfig.model_fields["near_tie_ulps"].default
 
 
 def check(
@@ -78,7 +80,7 @@ def check(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(PROGRAM, __doc__, count=64, tokens=128, batches=[16], budgets=[64])
-    parser.add_argument("--ulps", type=float, default=2.0, help="what counts as a near tie")
+    parser.add_argument("--ulps", type=float, default=_ULPS, help="what counts as a near tie")
     args = parser.parse_args(arguments)
     try:
         target, head, prompts = opened(args)
