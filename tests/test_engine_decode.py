@@ -122,7 +122,9 @@ def test_forced_paths_leak_no_page_and_leave_neighbours_alone() -> None:
     head = tiny_head(model, block_size=4)
     engine = engine_for(model, head, CHAIN, forced=True)
     assert engine.state.forced is not None
-    engine.state.forced[0] = 3  # slot 0 takes whatever was drafted, slot 1 only its own tokens
+    # The longer prompt has slot 0: the other takes whatever was drafted, it only its own tokens.
+    assert len(PROMPTS[1]) > len(PROMPTS[0])
+    engine.state.forced[1] = 3
     ours = engine.decode(PROMPTS[:2], max_new_tokens=6).generations
     assert ours[1].tokens == reference(model, None, CHAIN, 6)[1].tokens
     assert ours[0].rounds[0] == 3

@@ -216,7 +216,8 @@ def test_exact_mode_gives_equal_tokens_plainly_and_with_trees_at_every_batch() -
 
 
 def test_ten_thousand_forced_rounds_leak_no_page_and_leave_neighbours_alone() -> None:
-    """Slots 1 to 3 commit paths of random lengths, slot 0 what plain decoding gives."""
+    """Slots 1 to 3 commit paths of random lengths, slot 0, the longest prompt's, what plain
+    decoding gives."""
     target = target_of()
     head = head_of(target, "causal", 0)
     engine = Engine(target, head, tree=TREE, slots=4, max_rows=2048, forced=True)
@@ -231,7 +232,8 @@ def test_ten_thousand_forced_rounds_leak_no_page_and_leave_neighbours_alone() ->
         launch()
 
     engine.launch = random_paths
-    given = prompts(4)
+    given = prompts(4)[::-1]
+    assert len(given[0]) == max(map(len, given))
     plain = reference(target, None, CHAIN, given[:1], 1000)[0].tokens
     while len(rounds) < 10_000:
         # The first prompt needs a round a token; the others finish early and leave idle slots.

@@ -120,6 +120,19 @@ def test_answers_rounds_and_ends_are_the_reference_loops(monkeypatch, models, ah
     assert {("stop", True, True, True), ("length", True, True, True)} <= ends
 
 
+def test_prompts_of_like_length_are_read_in_one_pass(monkeypatch, models) -> None:
+    """A pass pads to its longest prompt."""
+    script = Script(2, count=25, vocabulary=30)
+    engine = play(monkeypatch, models, script, ahead=1)
+    admit, read = engine._admit, []
+    monkeypatch.setattr(
+        engine, "_admit", lambda group, job: (read.extend(group.values()), admit(group, job))
+    )
+    engine.decode(script.prompts, max_new_tokens=LIMIT, stop_token_ids=[3])
+    lengths = [len(script.prompts[prompt]) for prompt in read]
+    assert lengths == sorted(map(len, script.prompts), reverse=True) and len(set(lengths)) > 5
+
+
 def test_a_prompts_anchor_is_not_waited_for(monkeypatch, models) -> None:
     """The round behind a prefill is enqueued before the host has read any token."""
     engine = play(monkeypatch, models, Script(0, count=2, vocabulary=30), ahead=1)

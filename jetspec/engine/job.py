@@ -32,7 +32,7 @@ class Job:
 
     Attributes:
         generations: in the order of the prompts; each is filled when its sequence ends.
-        waiting: prompts that have no slot yet.
+        waiting: prompts that have no slot yet, longest first.
         prompt: [slots], the prompt that runs in each slot, or IDLE.
         fresh: slots that were filled since the last round was enqueued; their anchors' tokens are
             known to the device alone.
@@ -46,7 +46,9 @@ class Job:
         self.prompts, self.keys, self.limits = prompts, keys, limits
         self.new_tokens = new_tokens
         self.generations = [Generation() for _ in prompts]
-        self.waiting = deque(range(len(prompts)))
+        # A pass over a group of prompts pads to its longest: those of like length go together.
+        order = sorted(range(len(prompts)), key=lambda prompt: len(prompts[prompt]), reverse=True)
+        self.waiting = deque(order)
         self.prompt: Ints = np.full(slots, IDLE)
         self.fresh: list[int] = []
         self._stops = sorted(stops)
