@@ -10,10 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from jetspec.training import benchmarks
+from jetspec.training import benchmarks, flops
 from jetspec.training.world import World
 from tests.test_training_loop import _free_port
 
+ARGUMENTS = {
+    "steps": 2, "log_every": 1, "batch": 4, "micro": 1, "row_tokens": 24, "anchors": 4,
+    "compile": False, "peak": flops.PEAKS["H200"], "chunk": 64,
+}  # fmt: skip
 SMALL = ["--shape", "tiny", "--batch", "4", "--micro", "1", "--row-tokens", "24", "--anchors", "4"]
 
 
@@ -51,7 +55,7 @@ def test_ddp_and_fsdp2_take_the_steps_of_one_process(record) -> None:
         assert [entry["step"] for entry in run["curve"]] == [1, 2]
         assert run["largest_loss_difference"] < 1e-4
         assert run["flop_per_step"] == one["flop_per_step"]
-        assert run["mfu"] * run["seconds_per_step"] * 2 * benchmarks.PEAK == pytest.approx(
+        assert run["mfu"] * run["seconds_per_step"] * 2 * flops.PEAKS["H200"] == pytest.approx(
             run["flop_per_step"]
         )
 
@@ -79,10 +83,7 @@ class Products(TorchDispatchMode):
 
 def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
     """Attention apart, whose dense masks on a CPU compute what the formula does not count."""
-    args = argparse.Namespace(
-        steps=2, log_every=1, batch=4, micro=1, row_tokens=24, anchors=4, compile=False,
-        peak=benchmarks.PEAK, chunk=64,
-    )  # fmt: skip
+    args = argparse.Namespace(**ARGUMENTS)
     counts = []
     step = benchmarks.train.__globals__["Run"]._step
 
@@ -97,7 +98,20 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
     run = benchmarks.timed(shape, args, "ddp", World())
     target, head = benchmarks.random_models(shape)
     slots = run["curve"][-1]["slots_per_token"] * 96
-    whole = benchmarks.step_flops(head, target, 4, 24, anchors=4, slots=slots)
+    whole = flops.step_flops(head, target, 4, 24, anchors=4, slots=slots)
     assert whole == run["flop_per_step"]
     attention = 4 * 32 * 2 * 96 * 12 + 12 * 32 * (4 * 4 * 4) * (12 + 2)
     assert counts[-1] == pytest.approx(whole - attention, rel=0.1)
+
+
+def test_a_runs_utilisation_is_its_steps_flop_over_the_peak() -> None:
+    target, head = benchmarks.random_models(benchmarks.shapes()["tiny"])
+    config = benchmarks.settings(argparse.Namespace(**ARGUMENTS), "ddp")
+    rates = {"steps_per_second": 5.0, "tokens_per_second": 480.0, "slots_per_second": 100.0}
+    step = flops.step_flops(head, target, 4, 24, anchors=config.anchors, slots=20.0)
+    assert flops.utilisation(head, target, rates, config, 1e9) == pytest.approx(5 * step / 1e9)
+    assert flops.utilisation(head, target, rates, config, None) is None
+    for change in ({"freeze_backbone": True}, {"hidden_states": "cache"}):
+        other = config.model_copy(update=change)
+        assert flops.utilisation(head, target, rates, other, 1e9) is None
+    assert flops.peak_flops(torch.device("cpu"), 2) is None

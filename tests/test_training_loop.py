@@ -41,7 +41,7 @@ BASE = {
     "learning_rate": 3e-3, "log_every": 1, "estimate_every": 5, "checkpoint_every": 3,
     "heldout_fraction": 0.2, "loss": LossConfig(chunk_tokens=64),
 }  # fmt: skip
-RATES = ("tokens_per_second", "slots_per_second")
+RATES = ("tokens_per_second", "slots_per_second", "steps_per_second")
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ from jetspec.records import environment
 from jetspec.targets.target import Target
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.costs import PRODUCERS, costs, group, one_head, table
+from jetspec.training.flops import PEAKS, step_flops
 from jetspec.training.loop import train
 from jetspec.training.world import World, join_world
 
-PEAK = 989.5e12  # FLOP/s of one H100 or H200, dense bf16 without sparsity (data sheet)
 PROMPT_SHARE = 4  # a row's first quarter is its prompt
 _NEVER = 10**9
 
@@ -120,39 +120,6 @@ def settings(args: argparse.Namespace, strategy: str, **changes: Any) -> Trainin
         loss=LossConfig(chunk_tokens=args.chunk),
         **{"checkpoint_every": _NEVER, "log_every": args.log_every} | changes,
     )  # fmt: skip
-
-
-def step_flops(
-    head: ParallelHead, target: Target, rows: float, length: float, **of: float
-) -> float:
-    """Useful FLOP of one step: a multiply-add counts 2, recomputation does not count.
-
-    Weights cost 2 a token forward and 2 each for the gradients of inputs and weights; the frozen
-    target has the forward pass alone, the frozen output projection no gradient of its weights.
-    Attention costs 4 x width a (query, key) pair forward and twice that backward; causal pairs
-    only. Slots are counted with all of their block's rows, the vocabulary where a loss is.
-
-    Args:
-        rows, length: of a step, and tokens of each.
-        of: `anchors` blocks of a row, `slots` with a loss in the step.
-    """
-    config, model = head.config, target.config
-    assert config.num_attention_heads and config.num_key_value_heads and config.head_dim
-    tokens, width, vocab = rows * length, target.hidden_size, target.vocab_size
-    layers = target.model.base_model.layers
-    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-    head_dim = getattr(model, "head_dim", None) or width // model.num_attention_heads
-    query = model.num_attention_heads * head_dim
-    teacher = 2 * weights * tokens + 4 * query * len(layers) * tokens * length / 2
-    own = sum(p.numel() for p in head.layers.parameters() if p.ndim == 2)
-    shared = 2 * config.num_key_value_heads * config.head_dim * width * config.num_layers
-    context = 4 * head.fc.weight.numel() * tokens + 6 * shared * tokens
-    slots = rows * of["anchors"] * config.block_size
-    seen = length / 2 + config.block_size / 2
-    drafted = config.num_attention_heads * config.head_dim * config.num_layers
-    trained = 6 * own * slots + 12 * drafted * slots * seen
-    output = (4 * of["slots"] + 2 * min(of["slots"], tokens)) * width * vocab
-    return float(teacher + context + trained + output)
 
 
 def timed(shape: Shape, args: argparse.Namespace, strategy: str, world: World) -> dict[str, Any]:
@@ -314,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp2"])
     parser.add_argument("--compile", action="store_true", help="as runs of 500 steps and more do")
     parser.add_argument("--resume", action="store_true", help="one process, all, one")
-    parser.add_argument("--peak", type=float, default=PEAK, help="FLOP/s of one GPU, for the MFU")
+    parser.add_argument(
+        "--peak", type=float, default=PEAKS["H200"], help="FLOP/s of one GPU, for the MFU"
+    )
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args(arguments)
     by_part = args.parts or args.group is not None

@@ -31,6 +31,7 @@ from jetspec.training.checkpoints import (
 from jetspec.training.compiled import compile_parts
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule, TrainingSamples
+from jetspec.training.flops import peak_flops, utilisation
 from jetspec.training.hidden_cache import (
     HiddenCache,
     HiddenStates,
@@ -200,6 +201,7 @@ class Run:
         self._clipped = clipped_apart(head, self.distiller)
         self.curve: list[dict[str, float]] = []
         self.window = self._new_window()
+        self._peak = peak_flops(self.device, world.size)
         self.began = time.perf_counter()
 
     def run(self, resume: bool) -> TrainResult:
@@ -305,6 +307,9 @@ class Run:
             "grad_norm": norm,
             "epoch": self.schedule.epoch(done),
         }
+        share = utilisation(head, self.target, metrics, self.config, self._peak)
+        if share is not None:
+            metrics["mfu"] = share
         if not head.scores_paths:
             del metrics["edge_loss"]
         if estimate:

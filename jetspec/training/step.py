@@ -77,6 +77,7 @@ class Window:
     started: float = field(default_factory=time.perf_counter)
     timed_tokens: int = 0
     timed_slots: int = 0
+    timed_steps: int = 0
 
     def add(self, sums: Tensor, weight: float, tokens: int, slots: int) -> None:
         self.sums = self.sums + sums
@@ -85,6 +86,7 @@ class Window:
         self.slots += slots
         self.timed_tokens += tokens
         self.timed_slots += slots
+        self.timed_steps += 1
 
     def metrics(self) -> dict[str, float]:
         seconds = time.perf_counter() - self.started
@@ -92,6 +94,7 @@ class Window:
             **Statistics(self.sums).metrics(self.weight),
             "tokens_per_second": self.timed_tokens / seconds,
             "slots_per_second": self.timed_slots / seconds,
+            "steps_per_second": self.timed_steps / seconds,
         }
 
     def state(self) -> dict[str, Any]:
