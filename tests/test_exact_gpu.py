@@ -6,10 +6,10 @@ from torch import Tensor
 
 from jetspec.engine.model import rope_table
 from kernels.exact_attention import TAIL, exact_attention
+from kernels.exact_products import exact_product
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
 from kernels.rope import qkv_to_cache
-from kernels.small_gemm import small_gemm
 from kernels.tree_build import list_ancestors
 
 pytestmark = [
@@ -97,11 +97,11 @@ def test_a_rows_steps_through_a_layer_have_the_bits_of_the_row_alone(
         keys, values = (normal(7, 8, kv_heads, PAGE, head_dim) for _ in range(2))
         normed, _ = add_rms_norm(x, x, norm, 1e-6)
         q = qkv_to_cache(
-            small_gemm(normed, weights[0]), keys, values, table, places, places, heads=queries,
+            exact_product(normed, weights[0]), keys, values, table, places, places, heads=queries,
             bias=bias,
         )  # fmt: skip
-        gated = silu_mul(small_gemm(normed, weights[1]), dtype=x.dtype)
-        after, residual = add_rms_norm(small_gemm(gated, weights[2]), x, norm, 1e-6)
+        gated = silu_mul(exact_product(normed, weights[1]), dtype=x.dtype)
+        after, residual = add_rms_norm(exact_product(gated, weights[2]), x, norm, 1e-6)
         at = places.long()
         cached = [cache[at // PAGE, :, at % PAGE] for cache in (keys, values)]
         return [q, *cached, after, residual]

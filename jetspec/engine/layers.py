@@ -11,6 +11,7 @@ from jetspec.engine.experts import Experts
 from jetspec.engine.weights import Fp8Weight, Weight, fused
 from jetspec.training.world import World
 from kernels.exact_attention import exact_attention
+from kernels.exact_products import exact_product
 from kernels.fp8_gemm import fp8_gemm
 from kernels.mlp import silu_mul
 from kernels.norms import add_rms_norm
@@ -160,7 +161,8 @@ def product(x: Tensor, weight: Weight, products: Products, *, whole: bool = Fals
             return fp8_gemm(x, weight.values, weight.exponents, parts=parts)
         weight = weight.written_out(x.dtype)
     if products.ours(x, weight):
-        return small_gemm(x, weight, parts=1 if whole else parts_for(*weight.shape))
+        run = exact_product if products.exact else small_gemm
+        return run(x, weight, parts=1 if whole else parts_for(*weight.shape))
     if not x.is_cuda:
         return F.linear(x, weight)
     before = torch.backends.cuda.preferred_blas_library()

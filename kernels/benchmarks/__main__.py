@@ -28,6 +28,7 @@ def main() -> int:
         "compaction": lambda: round.compaction_rows(not args.no_peers),
         "fusions": lambda: round.fusion_rows(not args.no_peers),
         "exact_attention": features.exact_rows,
+        "exact_products": gemm.exact_rows,
         "fp8": features.fp8_rows,
         "edges": features.edge_rows,
         "experts": features.expert_rows,

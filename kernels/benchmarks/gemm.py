@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import linear
 
 from kernels.benchmarks.timing import cold_copies, relative_error, time_us
-from kernels.small_gemm import GemmPlan, small_gemm
+from kernels.exact_products import agrees, exact_product
+from kernels.small_gemm import GemmPlan, parts_for, small_gemm
 
 WEIGHTS = {  # name: (N, K, how often in the model)
     "qkv": (6144, 4096, 36),
@@ -17,6 +18,13 @@ WEIGHTS = {  # name: (N, K, how often in the model)
     "lm_head": (151936, 4096, 1),
 }
 TOKENS = [1, 16, 64, 128]
+SHAPES = {  # (N, K) of the linear layers and the output projection
+    "Qwen3-8B": [(n, k) for n, k, _ in WEIGHTS.values()],
+    "Qwen2.5-0.5B": [(1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)],
+    "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+}
+TRIED_ROWS = (33, 64, 65, 128, 129, 144, 256, 257, 272, 512, 1024, 4096)
+TIMED_ROWS = (64, 65, 128, 129, 256, 512)
 
 
 class Product:
@@ -69,3 +77,25 @@ def rows(peers: bool) -> Iterator[dict[str, object]]:
         del product
     for m, (ours, cublas) in totals.items():
         yield {"weight": "all", "m": m, "model_ms": ours, "cublas_model_ms": cublas}
+
+
+def exact_rows() -> Iterator[dict[str, object]]:
+    """Where cuBLAS has `small_gemm`'s bits, weight by weight, and what each takes for an 8B."""
+    for target, shapes in SHAPES.items():
+        for n, k in shapes:
+            copies = cold_copies(n * k * 2) if target == "Qwen3-8B" else 1
+            scale = k**-0.5
+            weights = [
+                torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * scale
+                for _ in range(copies)
+            ]
+            for m in TRIED_ROWS:
+                same = agrees(weights[0], m, parts_for(n, k))
+                row = {"target": target, "n": n, "k": k, "m": m, "same_bits": same}
+                if copies > 1 and m in TIMED_ROWS:
+                    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+                    for name, call in (("small_gemm", small_gemm), ("chosen", exact_product)):
+                        calls = [partial(call, x, w) for w in weights]
+                        row[f"{name}_us"] = time_us(calls, repeats=9)
+                    row["linear_us"] = time_us([partial(linear, x, w) for w in weights], repeats=9)
+                yield row
