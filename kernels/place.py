@@ -29,7 +29,7 @@ def _place(
     depth = tl.load(depths_ptr + at, mask=ok, other=0).to(tl.int32) if DEPTHS else node
     row = prefix + node
     page = tl.load(table_ptr + seq * max_pages + row // PAGE, mask=live, other=0).to(tl.int64)
-    tl.store(positions_ptr + at, prefix + depth, mask=ok)
+    tl.store(positions_ptr + at, tl.where(live, prefix + depth, 0), mask=ok)
     tl.store(cache_rows_ptr + at, tl.where(live, page * PAGE + row % PAGE, -1), mask=ok)
     tl.store(counts_ptr + seq, count)
 
@@ -46,7 +46,7 @@ def place_rows(
     """(positions int32 [B N], cache rows long [B N], counts int32 [B]) of rows behind a prefix.
 
     Row v of sequence b lies at prefix[b] + v of its pages; a row beyond the sequence's count, and
-    every row of an idle sequence, gets cache row -1.
+    every row of an idle sequence, gets cache row -1 and position 0.
 
     Args:
         prefix, active: int32 [B]; table: int32 [B, max_pages].

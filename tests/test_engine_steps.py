@@ -1,6 +1,7 @@
 """The engine's bookkeeping against the reference loop's, with a scripted device: no kernel runs."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.tiny import tiny_head, tiny_target
 
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
+from jetspec.engine import prefill  # noqa: E402
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.engine.paged_cache import PagedCache  # noqa: E402
 
@@ -131,6 +133,26 @@ def test_prompts_of_like_length_are_read_in_one_pass(monkeypatch, models) -> Non
     engine.decode(script.prompts, max_new_tokens=LIMIT, stop_token_ids=[3])
     lengths = [len(script.prompts[prompt]) for prompt in read]
     assert lengths == sorted(map(len, script.prompts), reverse=True) and len(set(lengths)) > 5
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(1, 16), (16, 16), (17, 32), (531, 544)])
+def test_a_pass_has_a_multiple_of_sixteen_rows_a_prompt(monkeypatch, longest, rows) -> None:
+    """Triton compiles sizes that 16 divides apart from others; in a chunk they all are."""
+    placed = []
+
+    def place(prefix, active, table, page_size, nodes, sizes):
+        placed.append((nodes, active.tolist()))
+        raise StopIteration
+
+    monkeypatch.setattr(prefill, "place_rows", place)
+    prompts = [[1] * longest, [1]]
+    with pytest.raises(StopIteration):
+        table = torch.zeros(2, 9, dtype=torch.int32)
+        cache = SimpleNamespace(page_size=64)
+        prefill.read_prompts(None, cache, prompts, torch.tensor([longest, 1]), table)
+    (nodes, counts) = placed[0]
+    assert nodes == min(rows, prefill.PREFILL_CHUNK) and counts == [min(longest, 512), 1]
+    assert prefill._padded(prompts, 16).shape == (2, rows)
 
 
 def test_a_prompts_anchor_is_not_waited_for(monkeypatch, models) -> None:

@@ -19,6 +19,9 @@ from jetspec.engine.round import Round
 from kernels.place import place_rows
 
 PREFILL_CHUNK = 512  # prompt tokens of one sequence in one pass
+_ROW_STEP = 16
+"""A pass has a multiple of it, so that prompts of all lengths run the same compiled kernels: Triton
+compiles sizes that 16 divides apart from others."""
 
 
 def read_prompts(
@@ -34,10 +37,10 @@ def read_prompts(
     Returns:
         [G, d], the hidden state of every prompt's last token.
     """
-    device, longest = table.device, max(len(prompt) for prompt in prompts)
-    ids = to_device(_padded(prompts), device)
+    device = table.device
+    ids = to_device(_padded(prompts, _ROW_STEP), device)
     last: Tensor | None = None
-    for first in range(0, longest, PREFILL_CHUNK):
+    for first in range(0, ids.shape[1], PREFILL_CHUNK):
         chunk = ids[:, first : first + PREFILL_CHUNK]
         nodes = chunk.shape[1]
         counts = (lengths - first).clamp(0, nodes)
@@ -71,9 +74,10 @@ def keep_texts(
     history[slots, lengths] = anchors.int()
 
 
-def _padded(prompts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """[G, longest], zeros behind the shorter ones."""
-    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
+def _padded(prompts: Sequence[Sequence[int]], step: int = 1) -> NDArray[np.int64]:
+    """[G, longest, rounded up to a multiple of `step`], zeros behind the tokens."""
+    longest = -(-max(map(len, prompts)) // step) * step
+    padded = np.zeros((len(prompts), longest), np.int64)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     return padded
