@@ -156,6 +156,23 @@ def test_one_failed_check_is_a_text_that_differs():
     assert said("plain decoding's text", cells[2:])[0] == UNMEASURED
 
 
+def test_texts_that_differ_are_told_by_how_far_apart_and_beside_what_rounding_alone_does():
+    own = {"passed": True, "compared": 8, "differing": 6, "near_ties": 6, "gaps": {"0": 4, "1": 2}}
+    check = {
+        "passed": False, "compared": 9, "differing": 8, "near_ties": 7,
+        "gaps": {"0": 5, "11": 1, "2": 1, "ended": 1},
+    }  # fmt: skip
+    cells = [
+        cell("plain", 0, 1.0, output_check=own, prompts=8, tok_s_decode=None),
+        cell("tree", 16, 4.0, output_check=check, prompts=9, tok_s_decode=None),
+    ]
+    _, evidence = said("plain decoding's text", cells)
+    assert evidence.endswith(
+        "first differences by ulps: 9 by 0, 2 by 1, 1 by 2, 1 by 11, 1 ended; "
+        "of plain decoding's own outputs in other batches 6 of 8 differ"
+    )
+
+
 def test_greedy_text_is_set_against_the_hottest_at_batch_1():
     cells = [
         cell("tree", 16, 4.0, "path"), cell("tree", 16, 3.0, "path", temperature=0.5),

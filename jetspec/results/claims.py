@@ -1,5 +1,7 @@
 """What holds and what does not, said by the figures."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -192,17 +194,34 @@ def _same_tau(subject: Subject) -> Claim:
 
 def _lossless(subject: Subject) -> Claim:
     text = "Every decoded cell gives plain decoding's text"
-    checks = [r["output_check"] for r in subject.decoded if r["output_check"]]
-    if not checks:
+    checked = [r for r in subject.decoded if r["output_check"]]
+    if not checked:
         return Claim(text, UNMEASURED, "no output was compared")
+    checks = [r["output_check"] for r in checked]
     failed = sum(not check["passed"] for check in checks)
-    sums = {n: sum(check[n] for check in checks) for n in ("compared", "differing", "near_ties")}
-    shown = (
-        f"{len(checks) - failed} of {len(checks)} cells pass; {sums['compared']} outputs compared, "
-        f"{sums['differing']} differ, {sums['near_ties']} of them at a near tie of the target's "
-        "own logits"
+    compared, differing, near = (
+        sum(check[name] for check in checks) for name in ("compared", "differing", "near_ties")
     )
-    return Claim(text, FAILS if failed else HOLDS, shown)
+    shown = [
+        f"{len(checks) - failed} of {len(checks)} cells pass; {compared} outputs compared, "
+        f"{differing} differ, {near} of them at a near tie of the target's own logits"
+    ]
+    gaps = sum((Counter(check.get("gaps", {})) for check in checks), Counter[str]())
+    if gaps:
+        apart = [
+            f"{count} by {ulps}" if ulps.isdigit() else f"{count} {ulps}"
+            for ulps, count in sorted(gaps.items(), key=_gap)
+        ]
+        shown.append(f"first differences by ulps: {', '.join(apart)}")
+    plain = [r["output_check"] for r in checked if r["method"] == "plain"]
+    if differing and plain:  # the share that rounding alone brings, without any draft
+        own, of = (sum(check[name] for check in plain) for name in ("differing", "compared"))
+        shown.append(f"of plain decoding's own outputs in other batches {own} of {of} differ")
+    return Claim(text, FAILS if failed else HOLDS, "; ".join(shown))
+
+
+def _gap(item: tuple[str, int]) -> float:
+    return float(item[0]) if item[0].isdigit() else math.inf
 
 
 def _sampling(subject: Subject) -> Claim:
