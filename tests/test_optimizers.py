@@ -1,11 +1,16 @@
 """Which optimizer moves which parameter, how fast, and with what decay."""
 
 import math
+import multiprocessing
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from jetspec.heads.dspark import DSparkConfig, DSparkHead
+from jetspec.training import muon
 from jetspec.training.config import TrainingConfig
 from jetspec.training.optimizers import (
     RATIO,
@@ -17,6 +22,8 @@ from jetspec.training.optimizers import (
 )
 from tests.tiny import tiny_head, tiny_target
 
+RANKS = 3
+SHAPES = ((40, 24), (7, 40), (30, 7), (4, 30), (1, 4), (12, 12))  # rows that do not divide, too few
 KINDS = ("markov", "lattice", "dspark")
 
 
@@ -104,3 +111,88 @@ def test_the_schedule_is_a_ramp_and_half_a_cosine(total):
         assert learning_rate(config, step, total) == pytest.approx(expected)
     still = TrainingConfig(learning_rate=2.0, warmup_fraction=0.0)
     assert learning_rate(still, 0, total) == 2.0
+
+
+def moved_by_muon(optimizer, module, steps=3):
+    """The weights of `module`, in whole, after steps on the same gradients on every rank."""
+    optimizer = optimizer(
+        module.parameters(), lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in module.parameters():
+            grad = torch.randn(p.shape, generator=generator)
+            placed = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+            p.grad = distribute_tensor(grad, *placed) if placed else grad
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+
+
+def matrices():
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.ParameterList([torch.randn(shape, generator=generator) for shape in SHAPES])
+
+
+def _muon_rank(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS
+    )
+    turn, cross, turned, sent = muon._zeropower_via_newtonschulz, dist.all_to_all_single, [], []
+    muon._zeropower_via_newtonschulz = lambda m, **how: (turned.append(m.shape), turn(m, **how))[1]
+    dist.all_to_all_single = lambda to, of, *a, **k: (
+        sent.append(of.nbytes),
+        cross(to, of, *a, **k),
+    )
+    weights = moved_by_muon(muon.ShardedMuon, fully_shard(matrices()))
+    found = {"weights": [w.detach() for w in weights], "turned": turned, "sent": sent}
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def muon_ranks(tmp_path_factory):
+    """Of each rank: the whole weights, the shapes it orthogonalised, the bytes of its messages."""
+    directory = tmp_path_factory.mktemp("muon")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the processes share one import
+    ranks = [
+        context.Process(target=_muon_rank, args=(rank, directory), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * RANKS
+    return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def test_sharded_muon_takes_the_steps_of_torchs_own(muon_ranks):
+    """Scaled by the whole matrix's shape: a shard's would shorten the steps of tall matrices."""
+    expected = moved_by_muon(torch.optim.Muon, matrices())
+    for found in muon_ranks:
+        for ours, theirs, start in zip(found["weights"], expected, matrices(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-4)
+            assert (theirs - start).abs().max() > 1e-2, "steps this small show nothing"
+
+
+def test_each_matrix_is_orthogonalised_once_and_each_entry_sent_twice(muon_ranks):
+    turned = [shape for found in muon_ranks for shape in found["turned"]]
+    assert sorted(turned) == sorted(3 * [torch.Size(shape) for shape in SHAPES])
+    assert all(found["turned"] for found in muon_ranks)
+    entries = sum(rows * columns for rows, columns in SHAPES)
+    messages = [found["sent"] for found in muon_ranks]
+    assert [len(m) for m in messages] == [3 * 2] * RANKS, "two all-to-alls a step"
+    assert sum(map(sum, messages)) == 3 * 2 * entries * 2, "in bf16"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_matrices_are_shared_out_by_what_they_cost(size):
+    generator = torch.Generator().manual_seed(size)
+    shapes = [torch.Size(s) for s in torch.randint(1, 90, (30, 2), generator=generator).tolist()]
+    owners = muon.share_out(shapes, size)
+    costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(size)]
+    assert set(owners) <= set(range(size)) and max(loads) - min(loads) <= max(costs)
+    assert owners == muon.share_out(shapes, size), "the same on every rank"

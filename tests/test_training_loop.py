@@ -1,3 +1,4 @@
+import contextlib
 import math
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from jetspec.training.compiled import compile_parts
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.hidden_cache import OnlineTeacher
 from jetspec.training.loop import train
+from jetspec.training.muon import ShardedMuon
 from jetspec.training.optimizers import (
     clip_gradients,
     clipped_apart,
@@ -170,8 +172,9 @@ def test_muon_moves_the_backbones_matrices_and_adamw_the_rest(target):
     for name, parameter in head.named_parameters():
         turned = parameter.ndim == 2 and not name.startswith("edges.")
         assert (id(parameter) in moved, id(parameter) in rest) == (turned, not turned), name
-    with pytest.raises(JetspecError, match=r"training.optimizer: muon: needs whole matrices"):
-        make_optimizers(settings(optimizer="muon"), head, module, sharded=True, fused=False)
+    _, whole = make_optimizers(settings(optimizer="muon"), head, module, sharded=True, fused=False)
+    assert type(muon) is torch.optim.Muon and type(whole) is ShardedMuon
+    assert whole.param_groups == muon.param_groups, "one checkpoint serves both"
 
 
 def test_path_scores_may_learn_at_a_rate_of_their_own(target):
@@ -316,6 +319,14 @@ def test_first_step_is_taken_with_the_summed_gradient_of_the_global_batch(
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+SPREAD = {
+    "ddp": {"strategy": "ddp", "epochs": 3},
+    "fsdp2": {"strategy": "fsdp2", "epochs": 3},
+    "muon": {"strategy": "fsdp2", "epochs": 3, "optimizer": "muon"},
+}
+BEGUN = {"strategy": "fsdp2", "epochs": 5, "optimizer": "muon"}  # 10 steps: 3 by one, 3 by two
+
+
 def _worker(rank, size, port, directory, queue):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -323,13 +334,21 @@ def _worker(rank, size, port, directory, queue):
     try:
         target = tiny_target("llama", spread=0.08)
         samples = greedy_samples(target, count=20, tokens=16, stop_token_ids=())
-        for strategy in ("ddp", "fsdp2"):
-            result = run(
-                target, samples, directory / strategy, world=World(rank, size, size),
-                config=settings(strategy=strategy, epochs=3),
-            )  # fmt: skip
+        world = World(rank, size, size)
+        seen = []
+
+        def report(step, metrics):
+            seen.append(step)
+            break_at(7)(step, metrics)
+
+        begun = settings(**BEGUN)
+        with contextlib.suppress(Broken):
+            run(target, samples, directory / "begun", world=world, config=begun, report=report)
+        queue.put(("begun", rank, seen))
+        for name, spread in SPREAD.items():
+            result = run(target, samples, directory / name, world=world, config=settings(**spread))
             weight = result.head.fc.weight.detach().tolist()
-            queue.put((strategy, rank, comparable(result.curve), weight))
+            queue.put((name, rank, comparable(result.curve), weight))
     finally:
         dist.destroy_process_group()
 
@@ -341,9 +360,14 @@ def _free_port():
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """{(strategy, rank): (curve, a weight)} of runs on two workers, and where they were made."""
+def pair(target, samples, tmp_path_factory):
+    """{(name, rank): (curve, a weight)} of runs on two workers, and where they were made.
+
+    Of `begun`, whose first steps one process takes, the steps that two reported.
+    """
     directory = tmp_path_factory.mktemp("pair")
+    with pytest.raises(Broken):
+        run(target, samples, directory / "begun", config=settings(**BEGUN), report=break_at(4))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # the processes share one import
     queue, port = context.Queue(), _free_port()
@@ -353,35 +377,53 @@ def pair(tmp_path_factory):
     ]
     for worker in workers:
         worker.start()
-    results = [queue.get(timeout=240) for _ in range(4)]
+    results = [queue.get(timeout=240) for _ in range(2 * len(SPREAD) + 2)]
     for worker in workers:
         worker.join(30)
-    return {(strategy, rank): rest for strategy, rank, *rest in results}, directory
+    return {(name, rank): rest for name, rank, *rest in results}, directory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_workers_take_the_steps_of_one(target, samples, tmp_path, pair, strategy):
+@pytest.mark.parametrize("name", SPREAD)
+def test_two_workers_take_the_steps_of_one(target, samples, tmp_path, pair, name):
     results, directory = pair
-    one = run(target, samples, tmp_path, config=settings(epochs=3))
-    curve, weight = results[strategy, 0]
-    assert results[strategy, 1] == [curve, weight]
+    one = run(target, samples, tmp_path, config=settings(**SPREAD[name]))
+    curve, weight = results[name, 0]
+    assert results[name, 1] == [curve, weight]
     for ours, theirs in zip(comparable(one.curve), curve, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-6)
     torch.testing.assert_close(torch.tensor(weight), one.head.fc.weight, rtol=1e-2, atol=1e-4)
-    names = sorted(path.name for path in (directory / strategy).iterdir())
+    names = sorted(path.name for path in (directory / name).iterdir())
     assert names == ["step-000003", "step-000006"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_one_worker_takes_up_what_two_began(target, samples, pair, strategy):
+@pytest.mark.parametrize("name", SPREAD)
+def test_one_worker_takes_up_what_two_began(target, samples, pair, name):
     results, directory = pair
-    config = settings(strategy=strategy, epochs=3, workers=1)
-    again = run(target, samples, directory / strategy, config=config)
-    assert comparable(again.curve) == results[strategy, 0][0]
-    weight = torch.tensor(results[strategy, 0][1])
+    config = settings(**SPREAD[name], workers=1)
+    again = run(target, samples, directory / name, config=config)
+    assert comparable(again.curve) == results[name, 0][0]
+    weight = torch.tensor(results[name, 0][1])
     assert torch.equal(again.head.fc.weight, weight)
+
+
+@pytest.mark.slow
+def test_muon_begun_by_one_worker_and_gone_on_with_by_two_is_ended_by_one(
+    target, samples, tmp_path, pair
+):
+    results, directory = pair
+    assert results["begun", 0] == results["begun", 1] == [[4, 5, 6, 7]]
+    whole = run(target, samples, tmp_path, config=settings(**BEGUN))
+    seen = []
+    ended = run(
+        target, samples, directory / "begun", config=settings(**BEGUN),
+        report=lambda step, metrics: seen.append(step),
+    )  # fmt: skip
+    assert seen == [7, 8, 9, 10], "two workers' checkpoint was not taken up"
+    for ours, theirs in zip(comparable(whole.curve), comparable(ended.curve), strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-6)
+    torch.testing.assert_close(ended.head.fc.weight, whole.head.fc.weight, rtol=1e-2, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

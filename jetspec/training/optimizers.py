@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from jetspec.errors import JetspecError
 from jetspec.heads.base import DraftHead
 from jetspec.training.config import TrainingConfig
+from jetspec.training.muon import ShardedMuon
 
 RATIO = "lr_ratio"
 """Key of a parameter group: its learning rate over the schedule's."""
@@ -31,11 +31,8 @@ def make_optimizers(
 
     Args:
         module: whose parameters are trained; its `head` is `head`.
-        sharded: whether a parameter's rows are spread over workers.
+        sharded: whether `fully_shard` has spread the rows of every parameter over workers.
         fused: run AdamW in fused kernels.
-
-    Raises:
-        JetspecError: Muon over matrices that are sharded.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     path = {id(p) for p in head.path_parameters()}
@@ -45,10 +42,6 @@ def make_optimizers(
     matrices = [p for p in rest if p.ndim > 1]
     turned: list[nn.Parameter] = []
     if config.optimizer == "muon":
-        if sharded:
-            raise JetspecError(
-                "training.optimizer", "muon", "needs whole matrices; set training.strategy to ddp"
-            )
         turned = [p for p in matrices if p.ndim == 2]
         matrices = [p for p in matrices if p.ndim != 2]
     groups: list[dict[str, Any]] = [
@@ -70,8 +63,9 @@ def make_optimizers(
             )
         )
     if turned:
+        muon = ShardedMuon if sharded else torch.optim.Muon
         optimizers.append(
-            torch.optim.Muon(
+            muon(
                 [{"params": turned, RATIO: 1.0}],
                 lr=config.learning_rate,
                 weight_decay=config.weight_decay,
