@@ -10,7 +10,7 @@ from jetspec.errors import JetspecError
 from jetspec.evaluation.bench import open_engines, run_group
 from jetspec.evaluation.budgets import serving_table
 from jetspec.evaluation.cells import Cell, cells
-from jetspec.evaluation.config import EvaluationConfig
+from jetspec.evaluation.config import EXACT_DEPTH, EvaluationConfig
 from jetspec.evaluation.methods import Request, make_runner
 from jetspec.evaluation.output_check import check_outputs
 from jetspec.evaluation.report import markdown_table
@@ -23,6 +23,7 @@ interpreted("kernels.tree_attention")  # before the engine imports the kernels
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.evaluation import engines as engines_module  # noqa: E402
 from jetspec.evaluation.engines import Engines  # noqa: E402
+from kernels.exact_attention import TAIL  # noqa: E402
 
 CONFIG = EvaluationConfig(
     max_new_tokens=4, warmup_prompts=0, bootstrap_samples=100, width=3, budgets=(3,),
@@ -269,6 +270,38 @@ def test_the_bitwise_mode_is_the_targets_and_the_head_stays_fast(models) -> None
     assert "exact" not in CONFIG.model_dump(mode="json")
     with pytest.raises(JetspecError, match=r"evaluation.exact: .*set backend to engine"):
         EvaluationConfig(exact=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "levels"),
+    [
+        ({"methods": ["lookup"], "lookup_depth": 32}, "lookup_depth", 32),
+        ({"methods": ["chain"], "depth": 40, "budgets": [16, 36]}, "depth", 36),
+        ({"methods": ["tree"], "depth": 40, "budgets": [16]}, "depth", 40),
+    ],
+)
+def test_drafts_too_deep_for_the_bitwise_mode_are_refused_in_one_line(
+    settings, name, levels
+) -> None:
+    assert EXACT_DEPTH == TAIL - 1
+    with pytest.raises(JetspecError) as refused:
+        EvaluationConfig(backend="engine", exact=True, **settings)
+    assert str(refused.value) == (
+        f"evaluation.{name}: {levels}: the bitwise mode drafts at most 31 levels; lower it, or "
+        "set evaluation.exact to false"
+    )
+    assert EvaluationConfig(backend="engine", **settings)
+    within = {"lookup_depth": 31, "depth": 31}
+    assert EvaluationConfig(backend="engine", exact=True, **(settings | within))
+
+
+def test_a_head_too_deep_for_the_bitwise_mode_is_refused_before_any_cell(models) -> None:
+    config = CONFIG.model_copy(update={"exact": True})
+    deep = tiny_head(models[0], block_size=40, num_layers=1, num_taps=1)
+    with pytest.raises(JetspecError, match=rf"evaluation.depth: {deep.depth}: .*at most 31 levels"):
+        Engines(models[0], deep, config, kernels=True, least_rows=0, page_size=16)
+    chains = config.model_copy(update={"methods": ("chain",), "budgets": (31,)})
+    Engines(models[0], deep, chains, kernels=True, least_rows=0, page_size=16)
 
 
 @pytest.mark.parametrize(("exact", "other", "passed"), [(0, 0, 1), (1, 0, 0), (1, 1, 1)])

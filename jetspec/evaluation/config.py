@@ -15,6 +15,8 @@ Backend = Literal["reference", "engine"]
 Method = Literal["plain", "lookup", "draft_model", "chain", "tree"]
 # Of a round in the engine: what its kernels for candidates and trees hold.
 ENGINE_WIDTH, ENGINE_DEPTH, ENGINE_BUDGET = 32, 64, 1024
+EXACT_DEPTH = 31
+"""Levels of a draft in the bitwise mode, whose attention gathers so many rows and one more."""
 
 Positive = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -173,7 +175,28 @@ class EvaluationConfig(SamplingSettings):
                     f"evaluation.{name}", getattr(self, name),
                     "more than the engine decodes; set evaluation.backend to reference",
                 )  # fmt: skip
+        if "lookup" in self.methods:
+            self.require_exact_depth("lookup_depth", self.lookup_depth)
+        if self.needs_head and self.depth is not None:
+            self.require_exact_depth("depth", self.levels(self.depth))
         return self
+
+    def require_exact_depth(self, name: str, levels: int) -> None:
+        """Refuse drafts that the bitwise mode cannot verify, where it is on.
+
+        Args:
+            name: the setting that makes them so deep.
+        """
+        if self.exact and levels > EXACT_DEPTH:
+            raise JetspecError(
+                f"evaluation.{name}", levels, f"the bitwise mode drafts at most {EXACT_DEPTH} "
+                "levels; lower it, or set evaluation.exact to false",
+            )  # fmt: skip
+
+    def levels(self, depth: int) -> int:
+        """Of the engine's deepest draft with a head that drafts `depth` tokens a round."""
+        trees = "tree" in self.methods and "best_first" in self.builders
+        return depth if trees or not self.budgets else min(depth, max(self.budgets))
 
     def tree(self, builder: str, budget: int) -> TreeConfig:
         """The trees of one builder and budget."""

@@ -165,7 +165,7 @@ class Engines:
         self._cache = self._cache_for = None
 
     def _require_depth(self) -> None:
-        """Refuse drafts that the engine would cut shorter than the reference loop."""
+        """Refuse drafts that the engine would cut shorter than the reference loop or not verify."""
         if self._head is None:
             return
         depth = self._config.depth or self._head.depth
@@ -175,6 +175,7 @@ class Engines:
                 "evaluation.depth", depth, "more levels than the engine drafts with this head; "
                 "set evaluation.backend to reference",
             )  # fmt: skip
+        self._config.require_exact_depth("depth", self._config.levels(depth))
 
 
 def _drafting(drafts: EngineHead | None, head: Any) -> EngineHead | None:
