@@ -118,7 +118,8 @@ def _attend_committed(
         flat += split * batch * nodes * KV_HEADS * GROUP
         tl.store(top_ptr + flat, top, mask=live)
         tl.store(sum_ptr + flat, total, mask=live)
-        tl.store(out_ptr + flat[:, None] * HEAD_DIM + dims, acc, mask=live[:, None])
+        out_at = out_ptr + flat[:, None].to(tl.int64) * HEAD_DIM + dims
+        tl.store(out_at, acc, mask=live[:, None])
 
 
 # Sizes are never specialised on: plain rows and trees run the same machine code.

@@ -19,6 +19,8 @@ FEW_ROWS = 32
 """Up to so many rows `small_gemm` is the faster one (docs/kernels.md)."""
 PADDED_ROWS = 512
 """More rows are padded to a multiple, so that few shapes are tried for prompts of any length."""
+ALIGNMENT = 256
+"""Bytes: cuBLAS tells addresses apart up to it, and what torch allocates on a card has it."""
 
 _Shape = tuple[torch.device, int, int, int, int, torch.dtype]
 _agreed: dict[_Shape, bool] = {}
@@ -35,7 +37,7 @@ def exact_product(x: Tensor, w: Tensor, *, parts: int | None = None) -> Tensor:
     parts = parts_for(*w.shape) if parts is None else parts
     rows = len(x)
     padded = rows if rows <= PADDED_ROWS else -(-rows // PADDED_ROWS) * PADDED_ROWS
-    if not (_many(x) and agrees(w, padded, parts)):
+    if not (_many(x) and _aligned(x, w) and agrees(w, padded, parts)):
         return small_gemm(x, w, parts=parts)
     if padded == rows:
         return _library(x, w, parts)
@@ -45,6 +47,11 @@ def exact_product(x: Tensor, w: Tensor, *, parts: int | None = None) -> Tensor:
 def _many(x: Tensor) -> bool:
     """Whether cuBLAS would be faster."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > FEW_ROWS
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether cuBLAS, whose choice of kernel follows addresses too, sees them as in a trial."""
+    return all(operand.data_ptr() % ALIGNMENT == 0 for operand in operands)
 
 
 def agrees(w: Tensor, rows: int, parts: int) -> bool:

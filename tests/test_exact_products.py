@@ -25,6 +25,7 @@ def library(monkeypatch):
 
     monkeypatch.setattr(exact_products, "_library", product)
     monkeypatch.setattr(exact_products, "_many", lambda x: len(x) > 3)
+    monkeypatch.setattr(exact_products, "ALIGNMENT", 1)  # the CPU's allocations have less
     monkeypatch.setattr(exact_products, "PADDED_ROWS", 8)
     monkeypatch.setattr(exact_products, "_agreed", {})
     return calls, order
@@ -66,6 +67,21 @@ def test_nothing_is_tried_while_a_graph_is_captured(library, monkeypatch) -> Non
     monkeypatch.setattr(exact_products, "_capturing", lambda device: False)
     exact_products.exact_product(x, w, parts=1)
     assert calls == [5, 5]
+
+
+def test_operands_at_other_addresses_than_a_trials_stay_with_our_product(
+    library, monkeypatch
+) -> None:
+    calls, _ = library
+    monkeypatch.setattr(exact_products, "ALIGNMENT", 256)
+    held = torch.zeros(5 * K + 256)
+    first = -held.data_ptr() // 4 % 64  # of a multiple of 256 bytes
+    w = held[: N * K].new_zeros(N * K + 64)
+    w = w[-w.data_ptr() // 4 % 64 :][: N * K].view(N, K)
+    for shift, asked in ((1, []), (0, [5, 5])):
+        x = held[first + shift :][: 5 * K].view(5, K)
+        exact_products.exact_product(x, w, parts=1)
+        assert calls == asked
 
 
 def test_the_librarys_settings_are_put_back(monkeypatch) -> None:

@@ -1,5 +1,11 @@
 """Bits that depend on a row's own sequence alone: trees, chains, prompts and plain rows agree."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -116,3 +122,100 @@ def test_ancestors_are_listed_from_the_row_up() -> None:
     parents = torch.tensor([[-1, 0, 1, 0, -1]])
     listed = tree_build.list_ancestors(parents, torch.tensor([4]), 3)
     assert listed[0].tolist() == [[0, -1, -1], [1, 0, -1], [2, 1, 0], [3, 0, -1], [-1, -1, -1]]
+
+
+# Compiled for Hopper without the interpreter, which knows no layouts.
+COMPILED = r"""
+import json
+import re
+
+import torch
+from kernels import aot, exact_attention, experts, fp8_gemm, launch, norms, rope, small_gemm
+
+launch._hopper = lambda: True  # compiled as on the card
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bf16(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def recorded(module, name):
+    recorder = aot.Recorder(getattr(module, name))
+    setattr(module, name, recorder)
+    return recorder.compiled
+
+
+# Where the summands of each reduction and product lie, in the order of the program.
+def sums(compiled):
+    ir = compiled.asm["ttgir"]
+    pattern = r'"tt.reduce".*?[}][)] : [(](.*?)[)] ->|(?:_group_dot|tt.dot) .*? : (.*?)$'
+    found = "; ".join(a or b for a, b in re.findall(pattern, ir, re.S | re.M))
+    found = "; ".join(re.findall("tensor<[^>]*>", found))  # not where operands wait in memory
+    for name, layout in re.findall(r"^(#\w+) = (.*)$", ir, re.M):
+        found = re.sub(name + r"\b", layout, found)
+    return found
+
+
+def instructions(compiled):
+    return re.findall(r"(\w*mma)\S*?m\d+n\d+(k\d+)", compiled.asm["ptx"])
+
+
+launches = {
+    name: recorded(module, name)
+    for module, name in (
+        (exact_attention, "_attend_committed"), (exact_attention, "_finish"),
+        (norms, "_add_rms_norm"), (rope, "_qkv_to_cache"), (experts, "_route"),
+    )
+}
+for batch, nodes in ((1, 1), (1, 16), (30, 1)):  # each has a plan of its own
+    cache = bf16(4, 2, 64, 64)
+    exact_attention.exact_attention(
+        bf16(batch, nodes, 14, 64), cache, cache, ints(batch, 32), ints(batch), ints(batch),
+        ints(batch * nodes), None, max_context=2048,
+    )
+for rows in (1, 3, 16):
+    norms.add_rms_norm(torch.empty(4, rows, 896), bf16(rows, 896), bf16(896), 1e-6)
+    cache, places = bf16(4, 8, 64, 128), ints(rows)
+    rope.qkv_to_cache(
+        torch.empty(2, rows, 6144), cache, cache, torch.empty(64, 128), places, places.long(),
+        heads=32, q_norm=bf16(128), k_norm=bf16(128),
+    )
+    experts.route(torch.empty(4, rows, 128), 8, normalise=True, like=bf16(1, 1))
+products = [
+    recorded(small_gemm, "_product"), recorded(fp8_gemm, "_fp8_product"),
+    recorded(experts, "_expert_product"),
+]
+for rows in (17, 33, 65):
+    small_gemm.small_gemm(bf16(rows, 896), bf16(1152, 896))
+    values = torch.empty(1152, 896, dtype=torch.float8_e4m3fn)
+    fp8_gemm.fp8_gemm(bf16(rows, 896), values, torch.empty(1152, dtype=torch.int8))
+for rows in (400, 1200):
+    experts.first_product(
+        bf16(rows, 256), bf16(128, 64, 256), ints(128, rows), ints(128), torch.empty(rows, 8)
+    )
+print(json.dumps([
+    {name: [sums(compiled) for compiled in found] for name, found in launches.items()},
+    [instructions(compiled) for found in products for compiled in found],
+]))
+"""
+
+
+def test_no_number_of_rows_lays_sums_out_otherwise() -> None:
+    """A reduction's order is its layout's; a product's along K is its instruction's."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1], env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    sums, products = json.loads(done.stdout.splitlines()[-1])
+    for name, launches in sums.items():
+        assert len(launches) == 3 and launches[0].count("tensor<") > 0, name
+        assert len(set(launches)) == 1, name
+    assert len(products) == 8
+    for instructions in products:
+        assert {tuple(instruction) for instruction in instructions} == {("wgmma", "k16")}
