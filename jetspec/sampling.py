@@ -1,9 +1,9 @@
 """Sampling that depends on seed, request and position, never on how tokens were drafted.
 
 The token at a position is argmax(log p + g), g being Gumbel noise from a counter-based generator
-keyed by (seed, request, position). That is a draw from p (the Gumbel-max trick), and it is a
-function of p and the key alone: plain, chain and tree decoding give the same tokens for one seed,
-and the drafter's choice of candidates cannot bias the result.
+keyed by (seed, request, position); logits do for log p. That is a draw from p (the Gumbel-max
+trick), and it is a function of p and the key alone: plain, chain and tree decoding give the same
+tokens for one seed, and the drafter's choice of candidates cannot bias the result.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ from torch import Tensor
 from jetspec.errors import JetspecError
 
 _WORD = 0xFFFFFFFF
+_ONE = 2.0**44
+"""Of a whole share: 2^18 tokens' shares add up in 63 bits."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,31 @@ def edited_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     return logits
 
 
+def allowed_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """Logits [..., V] in fp32 over the temperature; -inf for tokens that `params` drops.
+
+    No fraction is summed, so a row has its bits wherever it lies and whatever lies beside it: on a
+    GPU a float sum's order may follow the number of rows and a row's alignment.
+
+    Args:
+        logits, seen: as in `target_distribution`.
+    """
+    scaled = edited_logits(logits, params, seen) / params.temperature
+    if 0 < params.top_k < scaled.shape[-1]:
+        smallest = scaled.topk(params.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        shares = ((ordered - ordered[..., :1]).double().exp() * _ONE).long()  # the best one's is 1
+        mass = shares.cumsum(-1)
+        reached = mass - shares >= params.top_p * mass[..., -1:]  # those before hold top_p already
+        scaled = scaled.masked_fill(reached.scatter(-1, order, reached), -torch.inf)
+    if params.min_p > 0:
+        smallest = scaled.amax(-1, keepdim=True) + math.log(params.min_p)
+        scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+    return scaled
+
+
 def target_distribution(
     logits: Tensor, params: SamplingParams, seen: Tensor | None = None
 ) -> Tensor:
@@ -125,20 +152,7 @@ def target_distribution(
         logits: [..., V] of the target. `params.temperature` must be above 0.
         seen: as in `edited_logits`.
     """
-    log_p = (edited_logits(logits, params, seen) / params.temperature).log_softmax(-1)
-    if 0 < params.top_k < log_p.shape[-1]:
-        smallest = log_p.topk(params.top_k, dim=-1).values[..., -1:]
-        log_p = log_p.masked_fill(log_p < smallest, -torch.inf).log_softmax(-1)
-    if params.top_p < 1:
-        ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
-        p = ordered.exp()
-        reached = p.cumsum(-1) - p >= params.top_p  # the tokens before already hold top_p
-        outside = reached.scatter(-1, order, reached)
-        log_p = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
-    if params.min_p > 0:
-        smallest = log_p.amax(-1, keepdim=True) + math.log(params.min_p)
-        log_p = log_p.masked_fill(log_p < smallest, -torch.inf).log_softmax(-1)
-    return log_p
+    return allowed_logits(logits, params, seen).log_softmax(-1)
 
 
 def sample(
@@ -160,7 +174,7 @@ def sample(
             logits = edited_logits(logits, params, seen)
         return logits.argmax(-1)
     noise = gumbel_noise(params.seed, request_keys, positions, logits.shape[-1])
-    return (target_distribution(logits, params, seen).double() + noise).argmax(-1)
+    return (allowed_logits(logits, params, seen).double() + noise).argmax(-1)
 
 
 def request_keys(request_ids: Sequence[int | str], device: torch.device | str = "cpu") -> Tensor:

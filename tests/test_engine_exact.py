@@ -1,10 +1,13 @@
 """The bitwise mode: plain, chain and tree decoding give equal bits, whatever shares the batch."""
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetspec.errors import JetspecError
+from jetspec.sampling import SamplingParams, gumbel_noise, sample, target_distribution
 from jetspec.trees.config import TreeConfig
 from tests.test_kernels_exact import random_tree
 from tests.test_kernels_setup import interpreted
@@ -12,7 +15,7 @@ from tests.tiny import tiny_head, tiny_target, tiny_tokenizer
 
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
-from jetspec.engine.benchmarks.exact_tokens import check, differences, main  # noqa: E402
+from jetspec.engine.benchmarks import exact_tokens, near_ties  # noqa: E402
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.targets.load import from_model  # noqa: E402
 from kernels import exact_attention, small_gemm  # noqa: E402
@@ -162,18 +165,73 @@ def test_what_the_bitwise_mode_cannot_draft_or_sum_is_refused() -> None:
         Engine(model, tiny_head(model), tree=deep, **options)
 
 
-def test_the_check_compares_every_configuration_with_plain_decoding_alone() -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, top_p=0.9, seed=3)])
+def test_the_check_compares_every_configuration_with_plain_decoding_alone(
+    monkeypatch, sampling
+) -> None:
+    used = []
+
+    class Watched(Engine):
+        def __init__(self, *models, **settings):
+            used.append(settings["sampling"])
+            super().__init__(*models, **settings)
+
+    monkeypatch.setattr(exact_tokens, "Engine", Watched)
     model = tiny_target("llama", hidden_size=64, num_layers=1)
     head = tiny_head(model, block_size=4, num_layers=1, num_taps=1)
     options = {"batches": [1], "budgets": [3], "depth": 2, "kernels": True, "page_size": 16}
-    rows = list(check(model, head, [[5, 9]], 2, **options))
+    rows = list(exact_tokens.check(model, head, [[5, 9]], 2, sampling=sampling, **options))
     names = [row["configuration"] for row in rows]
     assert names == ["plain, batch 1", "chain of 2, batch 1", "tree of 3, batch 1"]
     assert all(row["tokens"] == 2 and not row["differing_prompts"] for row in rows)
+    assert used == [sampling] * 3
+
+
+@pytest.mark.parametrize("program", [exact_tokens, near_ties])
+def test_a_record_says_how_its_tokens_were_drawn(program, monkeypatch, tmp_path) -> None:
+    model, given = tiny_target("llama", hidden_size=64, num_layers=1), {}
+
+    def check(*what, **settings):
+        given.update(settings)
+        yield {
+            "configuration": "plain", "prompts": 1, "differing_prompts": 0, "differences": [],
+            "tokens_per_round": 1.0, "seconds": 0.0, "equal": 1, "near_ties": 0, "errors": 0,
+            "gaps": [],
+        }  # fmt: skip
+
+    monkeypatch.setattr(program, "opened", lambda args: (model, None, [[5]]))
+    monkeypatch.setattr(program, "check", check)
+    monkeypatch.setattr("kernels.benchmarks.timing.environment", dict)
+    path = tmp_path / "record.json"
+    options = ["--temperature", "0.7", "--top-p", "0.9", "--seed", "4", "--json", str(path)]
+    assert program.main(["target", "head", "bundled", *options]) == 0
+    record = json.loads(path.read_text())
+    assert {name: record[name] for name in ("temperature", "top_p", "seed")} == {
+        "temperature": 0.7, "top_p": 0.9, "seed": 4,
+    }  # fmt: skip
+    assert given["sampling"] == SamplingParams(0.7, top_p=0.9, seed=4)
+
+
+def test_a_draw_sums_no_fractions(monkeypatch) -> None:
+    """On a card their order follows the number of rows, and a row's address where 4 does not
+    divide the vocabulary."""
+    params = SamplingParams(0.8, top_k=40, top_p=0.9, min_p=0.01)
+    logits = torch.randn(3, 51, generator=torch.Generator().manual_seed(0))
+    keys, places = torch.arange(3), torch.full((3,), 7)
+    expected = target_distribution(logits, params).double() + gumbel_noise(0, keys, places, 51)
+    for name in ("cumsum", "sum", "softmax", "log_softmax", "logsumexp"):
+        run = getattr(torch.Tensor, name)
+
+        def of_whole_numbers(tensor, *rest, _run=run, **options):
+            assert not tensor.is_floating_point()
+            return _run(tensor, *rest, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, of_whole_numbers)
+    assert torch.equal(sample(logits, params, keys, places), expected.argmax(-1))
 
 
 def test_the_first_difference_of_each_answer_is_found() -> None:
-    found = differences([[1, 2, 3], [4], [5]], [[1, 9, 3], [4], [5, 6]])
+    found = exact_tokens.differences([[1, 2, 3], [4], [5]], [[1, 9, 3], [4], [5, 6]])
     assert [vars(d) for d in found] == [
         {"prompt": 0, "place": 1, "plain": 2, "found": 9},
         {"prompt": 2, "place": 1, "plain": None, "found": 6},
@@ -182,5 +240,5 @@ def test_the_first_difference_of_each_answer_is_found() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU gets")
 def test_without_a_gpu_the_check_says_so(capsys) -> None:
-    assert main(["embedded", "head", "bundled"]) == 2
+    assert exact_tokens.main(["embedded", "head", "bundled"]) == 2
     assert capsys.readouterr().err.startswith("device: none")

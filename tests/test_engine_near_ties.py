@@ -23,14 +23,15 @@ def model():
     return tiny_target("llama", hidden_size=64, num_layers=1)
 
 
-def rows_of(model, ulps):
+def rows_of(model, ulps, sampling=SamplingParams()):
     head = tiny_head(model, block_size=4, num_layers=1, num_taps=1)
     options = {"batches": [1], "budgets": [], "depth": 2, "kernels": True, "page_size": 16}
-    return list(near_ties.check(model, head, [PROMPT], 2, ulps=ulps, **options))
+    return list(near_ties.check(model, head, [PROMPT], 2, ulps=ulps, sampling=sampling, **options))
 
 
-def test_an_engine_that_writes_the_reference_loops_tokens_is_equal(model) -> None:
-    rows = rows_of(model, ulps=2.0)
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, seed=3)])
+def test_an_engine_that_writes_the_reference_loops_tokens_is_equal(model, sampling) -> None:
+    rows = rows_of(model, 2.0, sampling)
     assert [row["configuration"] for row in rows] == ["plain, batch 1", "chain of 2, batch 1"]
     assert all((r["equal"], r["near_ties"], r["errors"], r["gaps"]) == (1, 0, 0, []) for r in rows)
 

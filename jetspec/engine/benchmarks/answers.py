@@ -12,6 +12,7 @@ from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
 from jetspec.heads.registry import load_head
 from jetspec.prompts import PromptSource, load_source
+from jetspec.sampling import SamplingParams
 from jetspec.targets.config import TargetConfig
 from jetspec.targets.load import load_target
 from jetspec.targets.target import Target
@@ -32,6 +33,9 @@ def command_line(
     parser.add_argument("--batches", type=int, nargs="+", default=list(batches))
     parser.add_argument("--budgets", type=int, nargs="*", default=list(budgets))
     parser.add_argument("--depth", type=int, default=15)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="above temperature 0")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws above temperature 0")
     parser.add_argument("--weights", default="own", help="`own` or `fp8`, as target.weights")
     parser.add_argument("--json", type=Path, help="write the record here")
     return parser
@@ -53,7 +57,12 @@ def opened(args: argparse.Namespace) -> tuple[Target, ParallelHead, list[list[in
     return target, head.to(target.device, target.dtype), prompts
 
 
-def new_record(program: str, target: Target) -> dict[str, Any]:
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """How every configuration of the run draws its tokens."""
+    return SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+
+
+def new_record(program: str, target: Target, sampling: SamplingParams) -> dict[str, Any]:
     """Of this run, with no configuration yet."""
     from kernels.benchmarks.timing import environment
 
@@ -61,6 +70,9 @@ def new_record(program: str, target: Target) -> dict[str, Any]:
         "command": " ".join([program, *sys.argv[1:]]),
         "target": {"name": target.name, "fingerprint": target.fingerprint},
         "dtype": str(target.dtype).removeprefix("torch."),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
         "environment": environment(),
         "configurations": [],
     }

@@ -1,7 +1,8 @@
 """`python -m jetspec.engine.benchmarks.exact_tokens TARGET HEAD PROMPTS`: is the bitwise mode true?
 
 Every prompt is decoded plainly at batch 1, then plainly, with chains and with trees at every batch
-and budget; token ids must be equal. One line a configuration; the exit code says whether all were.
+and budget; token ids must be equal, above temperature 0 too, where a prompt and a place have their
+noise. One line a configuration; the exit code says whether all were.
 """
 
 import gc
@@ -12,12 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetspec.engine.benchmarks.answers import command_line, configurations, new_record, opened
+from jetspec.engine.benchmarks.answers import (
+    command_line,
+    configurations,
+    new_record,
+    opened,
+    sampling_of,
+)
 from jetspec.engine.engine import Engine, Shared
 from jetspec.engine.layers import Products
 from jetspec.engine.model import EngineHead, EngineModel
 from jetspec.errors import JetspecError
 from jetspec.heads.parallel import ParallelHead
+from jetspec.sampling import SamplingParams
 from jetspec.targets.target import Target
 from jetspec.trees.config import TreeConfig
 
@@ -50,7 +58,8 @@ def differences(plain: Sequence[list[int]], found: Sequence[list[int]]) -> list[
 
 def check(
     target: Target, head: ParallelHead, prompts: Sequence[list[int]], tokens: int, *,
-    batches: Sequence[int], budgets: Sequence[int], depth: int, **options: Any,
+    batches: Sequence[int], budgets: Sequence[int], depth: int,
+    sampling: SamplingParams = SamplingParams(), **options: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record a configuration; the first is plain decoding at batch 1, all others' measure.
 
@@ -75,7 +84,8 @@ def check(
             cache, slots = model.new_cache(batch, rows, page), batch
         engine = Engine(
             target, head if tree else None, tree=tree or TreeConfig(builder="chain"), slots=batch,
-            max_rows=rows, exact=True, shared=Shared(model, drafts, cache), **options,
+            max_rows=rows, sampling=sampling, exact=True, shared=Shared(model, drafts, cache),
+            **options,
         )  # fmt: skip
         started = time.perf_counter()
         done = engine.decode(prompts, max_new_tokens=tokens, stop_token_ids=()).generations
@@ -102,12 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
+        sampling = sampling_of(args)
         target, head, prompts = opened(args)
-        record = new_record(PROGRAM, target)
+        record = new_record(PROGRAM, target, sampling)
         failed = 0
         for row in check(
             target, head, prompts, args.tokens, batches=args.batches, budgets=args.budgets,
-            depth=args.depth,
+            depth=args.depth, sampling=sampling,
         ):  # fmt: skip
             record["configurations"].append(row)
             failed += row["differing_prompts"]

@@ -3,7 +3,8 @@ the reference loop writes?
 
 Every prompt is decoded plainly by the reference loop, then by the engine plainly, with chains and
 with trees. In bf16 a first difference must be a near tie: both tokens within `--ulps` of the best
-logit of one uncached forward. One line a configuration; the exit code says whether all were.
+logit of one uncached forward, or of its sum with the place's noise above temperature 0. One line a
+configuration; the exit code says whether all were.
 """
 
 import gc
@@ -14,7 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jetspec.decode import decode
-from jetspec.engine.benchmarks.answers import command_line, configurations, new_record, opened
+from jetspec.engine.benchmarks.answers import (
+    command_line,
+    configurations,
+    new_record,
+    opened,
+    sampling_of,
+)
 from jetspec.engine.engine import Engine
 from jetspec.errors import JetspecError
 from jetspec.evaluation.config import EvaluationConfig
@@ -31,7 +38,8 @@ _ULPS = EvaluationConfig.model_fields["near_tie_ulps"].default
 
 def check(
     target: Target, head: ParallelHead, prompts: Sequence[list[int]], tokens: int, *,
-    batches: Sequence[int], budgets: Sequence[int], depth: int, ulps: float, **options: Any,
+    batches: Sequence[int], budgets: Sequence[int], depth: int, ulps: float,
+    sampling: SamplingParams = SamplingParams(), **options: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record a configuration of the engine, each against the reference loop's plain answers.
 
@@ -44,26 +52,32 @@ def check(
         not equal, how far its first differing tokens lie apart in ulps, largest first.
     """
     plain: list[list[int]] = []
-    most = max(batches)
+    most, ids = max(batches), [str(place) for place in range(len(prompts))]
     for first in range(0, len(prompts), most):
-        part = prompts[first : first + most]
-        done = decode(target, part, max_new_tokens=tokens, stop_token_ids=())
+        part = slice(first, first + most)
+        done = decode(
+            target, prompts[part], sampling=sampling, max_new_tokens=tokens, stop_token_ids=(),
+            request_ids=ids[part],
+        )  # fmt: skip
         plain += [generation.tokens for generation in done.generations]
     rows = max(map(len, prompts)) + tokens + 2 * (max(budgets, default=0) + depth + 2)
     for name, batch, tree in configurations(batches, budgets, depth):
         engine = Engine(
             target, head if tree else None, tree=tree or TreeConfig(builder="chain"), slots=batch,
-            max_rows=rows, **options,
+            max_rows=rows, sampling=sampling, **options,
         )  # fmt: skip
         started = time.perf_counter()
-        found = engine.decode(prompts, max_new_tokens=tokens, stop_token_ids=()).generations
+        found = engine.decode(
+            prompts, max_new_tokens=tokens, stop_token_ids=(), request_ids=ids
+        ).generations
         seconds = time.perf_counter() - started
         gaps = []
-        for prompt, ours, theirs in zip(prompts, (g.tokens for g in found), plain, strict=True):
+        answers = (generation.tokens for generation in found)
+        for request_id, prompt, ours, theirs in zip(ids, prompts, answers, plain, strict=True):
             at = first_difference(theirs, ours)
             if at is not None:
-                request, pair = Request(prompt, ""), (ours[at], theirs[at])
-                gaps.append(gap_in_ulps(target, request, theirs[:at], pair, SamplingParams()))
+                request, pair = Request(prompt, request_id), (ours[at], theirs[at])
+                gaps.append(gap_in_ulps(target, request, theirs[:at], pair, sampling))
         near = sum(gap <= ulps for gap in gaps)
         yield {
             "configuration": name,
@@ -83,11 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ulps", type=float, default=_ULPS, help="what counts as a near tie")
     args = parser.parse_args(arguments)
     try:
+        sampling = sampling_of(args)
         target, head, prompts = opened(args)
-        record = {**new_record(PROGRAM, target), "ulps": args.ulps}
+        record = {**new_record(PROGRAM, target, sampling), "ulps": args.ulps}
         for row in check(
             target, head, prompts, args.tokens, batches=args.batches, budgets=args.budgets,
-            depth=args.depth, ulps=args.ulps,
+            depth=args.depth, ulps=args.ulps, sampling=sampling,
         ):  # fmt: skip
             record["configurations"].append(row)
             worst = f", the largest gap {row['gaps'][0]:.2f} ulps" if row["gaps"] else ""
