@@ -16,7 +16,7 @@ from tests.test_training_loop import _free_port
 
 ARGUMENTS = {
     "steps": 2, "log_every": 1, "batch": 4, "micro": 1, "row_tokens": 24, "anchors": 4,
-    "compile": False, "peak": flops.PEAKS["H200"], "chunk": 64,
+    "compile": False, "optimizer": "adamw", "peak": flops.PEAKS["H200"], "chunk": 64,
 }  # fmt: skip
 SMALL = ["--shape", "tiny", "--batch", "4", "--micro", "1", "--row-tokens", "24", "--anchors", "4"]
 
@@ -106,7 +106,8 @@ def test_counted_operations_are_those_of_a_step(monkeypatch) -> None:
 
 def test_a_runs_utilisation_is_its_steps_flop_over_the_peak() -> None:
     target, head = benchmarks.random_models(benchmarks.shapes()["tiny"])
-    config = benchmarks.settings(argparse.Namespace(**ARGUMENTS), "ddp")
+    config = benchmarks.settings(argparse.Namespace(**ARGUMENTS | {"optimizer": "muon"}), "ddp")
+    assert config.optimizer == "muon"
     rates = {"steps_per_second": 5.0, "tokens_per_second": 480.0, "slots_per_second": 100.0}
     step = flops.step_flops(head, target, 4, 24, anchors=config.anchors, slots=20.0)
     assert flops.utilisation(head, target, rates, config, 1e9) == pytest.approx(5 * step / 1e9)

@@ -117,7 +117,7 @@ def settings(args: argparse.Namespace, strategy: str, **changes: Any) -> Trainin
         anchors=args.anchors, sequence_length=args.row_tokens, batch_size=args.batch,
         micro_batch_size=args.micro, epochs=epochs, max_steps=_NEVER, estimate_samples=1,
         estimate_every=_NEVER, heldout_fraction=0.05, strategy=strategy,
-        loss=LossConfig(chunk_tokens=args.chunk),
+        loss=LossConfig(chunk_tokens=args.chunk), optimizer=args.optimizer,
         **{"checkpoint_every": _NEVER, "log_every": args.log_every} | changes,
     )  # fmt: skip
 
@@ -272,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro", type=int, default=2, help="rows a process holds at one time")
     parser.add_argument("--row-tokens", type=int, default=3072)
     parser.add_argument("--anchors", type=int, default=512, help="blocks of a row")
+    parser.add_argument("--optimizer", default=TrainingConfig().optimizer, help="adamw or muon")
     parser.add_argument("--chunk", type=int, default=LossConfig().chunk_tokens, help="slots")
     parser.add_argument("--head", type=json.loads, default={}, help="settings, as JSON")
     parser.add_argument("--parts", action="store_true", help="what each part of a step costs")

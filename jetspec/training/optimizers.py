@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from jetspec.heads.base import DraftHead
 from jetspec.training.config import TrainingConfig
-from jetspec.training.muon import ShardedMuon
 
 RATIO = "lr_ratio"
 """Key of a parameter group: its learning rate over the schedule's."""
@@ -63,7 +62,11 @@ def make_optimizers(
             )
         )
     if turned:
-        muon = ShardedMuon if sharded else torch.optim.Muon
+        muon = torch.optim.Muon
+        if sharded:
+            from jetspec.training.muon import ShardedMuon  # rests on private parts of torch
+
+            muon = ShardedMuon
         optimizers.append(
             muon(
                 [{"params": turned, RATIO: 1.0}],
