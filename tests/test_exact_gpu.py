@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from jetspec.engine.model import rope_table
+from jetspec.sampling import SamplingParams, allowed_logits, gumbel_noise, request_keys
 from kernels.exact_attention import TAIL, exact_attention
 from kernels.exact_products import exact_product
 from kernels.mlp import silu_mul
@@ -110,3 +111,19 @@ def test_a_rows_steps_through_a_layer_have_the_bits_of_the_row_alone(
     for row in range(0, rows, max(1, rows // 8)):
         alone = through(x[row : row + 1].contiguous(), places[row : row + 1].contiguous())
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, whole, strict=True)), row
+
+
+@pytest.mark.parametrize("vocab", [50257, 151936])
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, 0.9, 50, min_p=0.01)])
+def test_a_draws_scores_have_the_bits_of_the_row_alone(vocab, params) -> None:
+    """A row of an odd vocabulary begins at another address within 16 bytes than its neighbour."""
+    rows = 40
+    logits, keys = normal(8, rows, vocab).float(), request_keys(range(rows), "cuda")
+    places = torch.arange(rows, device="cuda")
+    noise = gumbel_noise(3, keys, places, vocab)
+    allowed = allowed_logits(logits, params)
+    for row in (0, 1, 18, 39):
+        one = slice(row, row + 1)
+        alone = logits[one].clone()
+        assert torch.equal(gumbel_noise(3, keys[one], places[one], vocab)[0], noise[row])
+        assert torch.equal(allowed_logits(alone, params)[0], allowed[row])
