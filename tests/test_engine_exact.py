@@ -15,6 +15,7 @@ from tests.tiny import tiny_head, tiny_target, tiny_tokenizer
 
 interpreted("kernels.tree_attention")  # before the engine imports the kernels
 
+from jetspec.engine import prefill  # noqa: E402
 from jetspec.engine.benchmarks import exact_tokens, near_ties  # noqa: E402
 from jetspec.engine.engine import Engine  # noqa: E402
 from jetspec.targets.load import from_model  # noqa: E402
@@ -153,6 +154,35 @@ def test_tokens_and_logits_have_the_bits_of_plain_decoding(model, alone, shape) 
         assert tokens[:known] == true_tokens[:known]
         assert torch.equal(bits[:known], true_bits[:known])
         assert tree is None or longest > 1  # branches were committed
+
+
+@torch.no_grad()
+def read(model, prompts, chunk, patch):
+    """(keys and values [layers, 2, KV heads, rows, head_dim], last hidden state) of each prompt."""
+    patch.setattr(prefill, "PREFILL_CHUNK", chunk)
+    engine = Engine(
+        model, slots=len(prompts), max_rows=64, page_size=16, kernels=True, exact=True
+    )  # fmt: skip
+    for slot in range(len(prompts)):
+        engine.cache.resize(slot, 64)
+    engine.cache.upload()
+    lengths, table = torch.tensor([len(p) for p in prompts]), engine.cache.table
+    hidden = prefill.read_prompts(engine.round, engine.cache, prompts, lengths, table)
+    return [
+        (engine.cache.kv[:, :, pages.long()].transpose(2, 3).flatten(3, 4)[:, :, :, :length], last)
+        for pages, length, last in zip(table, lengths.tolist(), hidden, strict=True)
+    ]
+
+
+def test_a_prompt_has_its_bits_in_every_group_and_every_chunk(model, one_step, monkeypatch) -> None:
+    """Chunks of one token are plain decoding."""
+    monkeypatch.setattr(exact_attention, "TAIL", 16)  # shorter prompts reach beyond it
+    prompts = [[3 + 7 * place % 61 for place in range(length)] for length in (19, 5)]
+    alone = [read(model, [prompt], 512, monkeypatch)[0] for prompt in prompts]
+    for chunk in (1, 16):
+        together = read(model, prompts, chunk, monkeypatch)
+        for one, found in zip(alone, together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, found, strict=True)), chunk
 
 
 def test_what_the_bitwise_mode_cannot_draft_or_sum_is_refused() -> None:

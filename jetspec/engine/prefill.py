@@ -41,7 +41,7 @@ def read_prompts(
     ids = to_device(_padded(prompts, _ROW_STEP), device)
     last: Tensor | None = None
     for first in range(0, ids.shape[1], PREFILL_CHUNK):
-        chunk = ids[:, first : first + PREFILL_CHUNK]
+        chunk = ids[:, first : first + PREFILL_CHUNK].contiguous()
         nodes = chunk.shape[1]
         counts = (lengths - first).clamp(0, nodes)
         prefix = torch.full_like(counts, first).int()
