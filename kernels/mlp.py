@@ -13,8 +13,8 @@ def _silu_mul(
     x_ptr, out_ptr, rows, width, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     enter(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     ok = col < width
     store_type = out_ptr.dtype.element_ty
     x_ptr += row * 2 * width
@@ -42,7 +42,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     width = both // 2
     out = torch.empty(rows, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
     chunk = 1024
-    _silu_mul[(triton.cdiv(width, chunk), rows)](
+    _silu_mul[(rows, triton.cdiv(width, chunk))](
         gate_up, out, rows, width, PARTS=parts, CHUNK=chunk, num_warps=4, **unfused()
     )
     return out

@@ -51,8 +51,8 @@ def _qkv_to_cache(
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    first = tl.program_id(0) * GROUP  # query heads, then key heads, then value heads
-    row = tl.program_id(1)
+    first = tl.program_id(1) * GROUP  # query heads, then key heads, then value heads
+    row = tl.program_id(0)
     store_type = q_ptr.dtype.element_ty
     dims = tl.arange(0, HALF)
     heads = first + tl.arange(0, GROUP)
@@ -95,8 +95,8 @@ def _context_to_caches(
     PAGE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    first = tl.program_id(0) * GROUP  # key heads, then value heads
-    row = tl.program_id(1)
+    first = tl.program_id(1) * GROUP  # key heads, then value heads
+    row = tl.program_id(0)
     layer = tl.program_id(2)
     store_type = kv_ptr.dtype.element_ty
     dims = tl.arange(0, HALF)
@@ -152,7 +152,7 @@ def qkv_to_cache(
     group = _group(heads, kv_heads)
     if out is None:
         out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=qkv.device)
-    _qkv_to_cache[((heads + 2 * kv_heads) // group, rows)](
+    _qkv_to_cache[(rows, (heads + 2 * kv_heads) // group)](
         qkv, out if bias is None else bias, out if q_norm is None else q_norm,
         out if k_norm is None else k_norm, rope_table, positions, cache_rows,
         out, keys, values, rows, eps,
@@ -183,7 +183,7 @@ def context_to_caches(
     """
     layers, _, pages, kv_heads, page_size, head_dim = kv.shape
     group = _group(kv_heads)
-    _context_to_caches[(2 * kv_heads // group, len(both), layers)](
+    _context_to_caches[(len(both), 2 * kv_heads // group, layers)](
         both, kv if k_norms is None else k_norms, rope_table, positions, cache_rows, kv,
         pages * kv_heads * page_size * head_dim, eps,
         NORM=k_norms is not None, LAYERS=layers, KV_HEADS=kv_heads, HALF=head_dim // 2,

@@ -50,8 +50,8 @@ def _chunk_max(
     SUM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    chunk = tl.program_id(0)
-    row = tl.program_id(1)
+    chunk = tl.program_id(1)
+    row = tl.program_id(0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     at = logits_ptr + row.to(tl.int64) * stride + token
     logits = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -70,8 +70,8 @@ def _chunk_best(
     PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
-    chunk = tl.program_id(0)
-    row = tl.program_id(1)
+    chunk = tl.program_id(1)
+    row = tl.program_id(0)
     others = tl.arange(0, CHUNKS)
     bests = tl.load(best_ptr + row * chunks + others, mask=others < chunks, other=_NONE)
     mine = tl.load(best_ptr + row * chunks + chunk)
@@ -150,7 +150,7 @@ def topk_logsumexp(
     values = torch.empty(rows, width, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
-    _chunk_max[(chunks, rows)](
+    _chunk_max[(rows, chunks)](
         logits, best, total, vocab, logits.stride(0), chunks, SUM=sums, CHUNK=chunk, num_warps=4,
         **dependent(),
     )  # fmt: skip
@@ -158,7 +158,7 @@ def topk_logsumexp(
     padded, kept = triton.next_power_of_2(chunks), triton.next_power_of_2(width)
     if width > 1:
         keys = torch.empty(rows, width, kept, dtype=torch.int64, device=device)
-        _chunk_best[(chunks, rows)](
+        _chunk_best[(rows, chunks)](
             logits, best, keys, vocab, logits.stride(0), chunks,
             WIDTH=width, KEPT=kept, CHUNK=chunk, CHUNKS=padded, num_warps=4, **dependent(),
         )  # fmt: skip

@@ -148,3 +148,36 @@ def test_rows_of_several_tensors_stand_side_by_side() -> None:
     index = torch.tensor([5, 0, 0, 3])
     expected = torch.cat([source[index] for source in sources], 1)
     assert torch.equal(place.gather_rows(sources, index), expected)
+
+
+class Launches:
+    """Stands in for a kernel and keeps the grids it was asked for."""
+
+    def __init__(self) -> None:
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+def test_rows_lie_along_the_one_axis_of_a_launch_that_holds_more_than_65535(monkeypatch) -> None:
+    """A batch of 64 trees, or a mixture's pairs of token and expert, has more."""
+    rows, launches = 70_000, Launches()
+    places = [
+        (mlp, "_silu_mul"), (norms, "_add_rms_norm"), (place, "_gather"),
+        (rope, "_qkv_to_cache"), (rope, "_context_to_caches"),
+        (topk, "_chunk_max"), (topk, "_chunk_best"), (topk, "_merge_best"),
+    ]  # fmt: skip
+    for module, name in places:
+        monkeypatch.setattr(module, name, launches)
+    one = torch.zeros(1).expand
+    cache, where = torch.zeros(1, 1, 8, 4), one(rows)
+    mlp.silu_mul(one(rows, 4))
+    norms.add_rms_norm(one(rows, 4), None, torch.zeros(4), 1e-6)
+    place.gather_rows([one(9, 4)], torch.zeros(rows, dtype=torch.long))
+    rope.qkv_to_cache(one(rows, 12), cache, cache, where, where, where, heads=1)
+    rope.context_to_caches(one(rows, 8), cache[None, None], where, where, where, k_norms=None)
+    topk.topk_logsumexp(torch.zeros(1, 4).expand(rows, 4), 2)
+    assert len(launches.grids) == len(places)
+    assert all(grid[0] == rows and max(grid[1:], default=1) < 65536 for grid in launches.grids)
