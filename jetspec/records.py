@@ -31,5 +31,11 @@ def environment() -> dict[str, Any]:
         if cuda
         else [],
         "cuda": torch.version.cuda if cuda else None,
-        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str | None:
+    """How this process was started; None of a Ray worker, whose line names sockets and no run."""
+    program = os.path.basename(sys.argv[0])
+    return None if program == "default_worker.py" else " ".join([program, *sys.argv[1:]])

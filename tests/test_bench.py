@@ -1,6 +1,7 @@
 """One cell: what its record says, what it withholds, and what a failure leaves behind."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from jetspec.evaluation.config import EvaluationConfig
 from jetspec.evaluation.methods import Request
 from jetspec.evaluation.output_check import first_difference, gap_in_ulps, unit_in_last_place
 from jetspec.evaluation.record import acceptance_by_depth
+from jetspec.records import environment
 from jetspec.sampling import SamplingParams
 from tests import measured
 from tests.measured import FakeTarget, by_method, group, runner, text
@@ -64,6 +66,13 @@ def test_record_is_plain_json_and_names_its_circumstances():
         0,
         "float32",
     )
+
+
+def test_a_record_names_the_command_of_a_run_and_none_of_a_ray_worker(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/bin/jetspec", "evaluate", "run.yaml"])
+    assert environment()["command"] == "jetspec evaluate run.yaml"
+    monkeypatch.setattr(sys, "argv", ["/ray/default_worker.py", "--gcs-address=10.0.0.1:1"])
+    assert environment()["command"] is None
 
 
 def test_different_output_in_fp32_fails_the_check_and_withholds_the_speedup():
