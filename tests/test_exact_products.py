@@ -101,3 +101,17 @@ def test_the_librarys_settings_are_put_back(monkeypatch) -> None:
         assert [getattr(settings, name) for name in names] == [False, False]
     assert [getattr(settings, name) for name in names] == before
     assert preferred == ["default", "cublaslt", "default"]
+
+
+def test_the_engine_tries_a_library_only_where_it_is_asked_to(monkeypatch) -> None:
+    from jetspec.engine import layers
+
+    tried = []
+    monkeypatch.setattr(layers, "exact_product", lambda x, w, parts: tried.append(len(x)))
+    x, w = normal(40, K), normal(N, K)
+    assert torch.equal(
+        layers.product(x, w, layers.Products(exact=True), whole=True), small_gemm(x, w, parts=1)
+    )
+    assert tried == []
+    layers.product(x, w, layers.Products(exact=True, tried=True))
+    assert tried == [40]

@@ -54,12 +54,15 @@ class Products:
     Attributes:
         exact: one reduction order whatever the number of rows and wherever they lie, so that a
             row's bits depend on its own sequence alone.
+        tried: in the exact order, more than a few rows go to cuBLAS where a trial of the shape
+            shows the same bits (`kernels.exact_products`).
         small_rows: up to so many rows our product is faster than cuBLAS's (docs/kernels.md).
         fp8_rows: up to so many rows eight-bit weights go through our product.
         light: take cuBLASLt's choice of kernel where the rows fill no whole tiles of 64.
     """
 
     exact: bool = False
+    tried: bool = False
     small_rows: int = 32
     fp8_rows: int = 128
     light: bool = True
@@ -161,7 +164,7 @@ def product(x: Tensor, weight: Weight, products: Products, *, whole: bool = Fals
             return fp8_gemm(x, weight.values, weight.exponents, parts=parts)
         weight = weight.written_out(x.dtype)
     if products.ours(x, weight):
-        run = exact_product if products.exact else small_gemm
+        run = exact_product if products.exact and products.tried else small_gemm
         return run(x, weight, parts=1 if whole else parts_for(*weight.shape))
     if not x.is_cuda:
         return F.linear(x, weight)

@@ -154,12 +154,15 @@ class Runner:
                         self._keep(out, row | {"rule": rule})
 
     def exact(self, out: list[dict[str, object]]) -> None:
-        """What the bitwise mode costs."""
+        """What the bitwise mode costs, without and with cuBLAS where its bits are the same."""
         from jetspec.engine.benchmarks.rows import measure
         from jetspec.engine.benchmarks.warm import KIND_ROWS
+        from jetspec.engine.layers import Products
 
-        for row in measure(KIND_ROWS["exact"], self.target, self.head, exact=True):
-            self._keep(out, row)
+        for tried in (False, True):
+            products = Products(exact=True, tried=tried)
+            for row in measure(KIND_ROWS["exact"], self.target, self.head, products=products):
+                self._keep(out, row | {"tried": tried})
 
     def floors(self, out: list[dict[str, object]]) -> None:
         """The target's linear layers alone, by the rows of a pass, in both libraries of cuBLAS."""

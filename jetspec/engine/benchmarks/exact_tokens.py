@@ -59,18 +59,18 @@ def differences(plain: Sequence[list[int]], found: Sequence[list[int]]) -> list[
 def check(
     target: Target, head: ParallelHead, prompts: Sequence[list[int]], tokens: int, *,
     batches: Sequence[int], budgets: Sequence[int], depth: int,
-    sampling: SamplingParams = SamplingParams(), **options: Any,
+    sampling: SamplingParams = SamplingParams(), tried: bool = False, **options: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record a configuration; the first is plain decoding at batch 1, all others' measure.
 
     Args:
         prompts: token ids. tokens: new ones of each, stop tokens ignored.
-        options: for `Engine`.
+        tried: as `Products.tried`. options: for `Engine`.
     """
     page = options.setdefault("page_size", 64)
     margin = 2 * (max(budgets, default=0) + depth + 2)
     rows = -(-(max(map(len, prompts)) + tokens + margin) // page) * page
-    exact = Products(exact=True)
+    exact = Products(exact=True, tried=tried)
     model = EngineModel(target, max_rows=rows, products=exact)
     drafts = EngineHead(head, max_rows=rows, products=Products())
     plain: list[list[int]] | None = None
@@ -110,15 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(
         PROGRAM, __doc__, count=100, tokens=256, batches=[1, 3, 16], budgets=[16, 64, 256]
     )
+    parser.add_argument("--tried", action="store_true", help="cuBLAS where its bits are the same")
     args = parser.parse_args(arguments)
     try:
         sampling = sampling_of(args)
         target, head, prompts = opened(args)
-        record = new_record(PROGRAM, target, sampling)
+        record = {**new_record(PROGRAM, target, sampling), "tried": args.tried}
         failed = 0
         for row in check(
             target, head, prompts, args.tokens, batches=args.batches, budgets=args.budgets,
-            depth=args.depth, sampling=sampling,
+            depth=args.depth, sampling=sampling, tried=args.tried,
         ):  # fmt: skip
             record["configurations"].append(row)
             failed += row["differing_prompts"]
