@@ -32,6 +32,7 @@ from jetspec.training.compiled import compile_parts
 from jetspec.training.config import TrainingConfig
 from jetspec.training.corpus import BatchMaker, Corpus, Schedule, TrainingSamples
 from jetspec.training.flops import peak_flops, utilisation
+from jetspec.training.health import Health, not_finite
 from jetspec.training.hidden_cache import (
     HiddenCache,
     HiddenStates,
@@ -121,34 +122,6 @@ def freeze_backbone(head: DraftHead) -> None:
         )
     for parameter in head.parameters():
         parameter.requires_grad_(id(parameter) in kept)
-
-
-def not_finite(step: int, loss: float, norm: float) -> JetspecError:
-    """What ends a run whose loss or gradient is no number."""
-    return JetspecError(
-        "training.loss",
-        f"{loss} (gradient norm {norm}) at step {step}",
-        "not finite; lower training.learning_rate, then run again from the last checkpoint",
-    )
-
-
-class Health:
-    """[loss sum, gradient norm] of step `step`, on the way to the host as soon as they are known.
-
-    Asked for after the next step is enqueued, they would be copied behind it.
-    """
-
-    def __init__(self, step: int, values: Tensor) -> None:
-        self.step = step
-        self._values = values.to("cpu", non_blocking=True)
-        stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
-        self._copied = stream.record_event() if stream is not None else None
-
-    def values(self) -> Tensor:
-        """On the CPU; waits for the step, and for none behind it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._values
 
 
 class Run:

@@ -32,7 +32,8 @@ from jetspec.training.checkpoints import (
 )
 from jetspec.training.config import LossConfig, TrainingConfig
 from jetspec.training.corpus import TrainingSamples
-from jetspec.training.loop import Health, Report, Run, TrainResult, freeze_backbone, not_finite
+from jetspec.training.health import Health, not_finite
+from jetspec.training.loop import Report, Run, TrainResult, freeze_backbone
 from jetspec.training.optimizers import clip_gradients, clipped_apart, make_optimizers
 from jetspec.training.stage import (
     align_weights,
